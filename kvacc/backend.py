@@ -1,0 +1,456 @@
+"""The lm-eval backend ``kvacc``: any Hugging Face decoder under a KV-cache strategy.
+
+    lm_eval.simple_evaluate(model="kvacc",
+        model_args="pretrained=smollm2-135m,strategy=h2o,budget=0.2,protocol=stream", ...)
+
+Tokenisation, chat templates and stop sequences are those of lm-eval's own ``hf``
+backend, which this class extends; how a continuation is scored and how text is
+generated is the engine's. The requests of one document are scored together, so its
+options share one budget and one pass over their common tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lm_eval import utils
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from tqdm import tqdm
+
+from kvacc.engine.generation import generate
+from kvacc.engine.plan import Request
+from kvacc.engine.scoring import Score, default_batch_tokens, score_documents
+from kvacc.engine.stepping import RowReading
+from kvacc.engine.wrapped import WrappedModel
+from kvacc.errors import KvaccError, nearest
+from kvacc.models import load_model, load_tokenizer, resolve
+from kvacc.records import RequestRecord
+from kvacc.strategy import Strategy, make_strategy
+from kvacc.task_catalog import context_boundary
+
+HF_OPTIONS = (
+    "max_length", "truncation", "add_bos_token", "prefix_token_id", "think_end_token",
+    "enable_thinking", "chat_template_args",
+)  # fmt: skip
+"""Arguments of lm-eval's ``hf`` backend that are passed on to it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prepared:
+    """A request as tokens, with what has to be reported about it."""
+
+    instance: Instance
+    request: Request
+    prompt_tokens: int
+    truncated: int
+
+    @property
+    def unreachable(self) -> int:
+        """Scored queries read with the full cache."""
+        return max(0, self.request.dense - self.request.first_scored)
+
+
+@register_model("kvacc")
+class KvaccLM(HFLM):
+    """A decoder under a strategy, as an lm-eval model.
+
+    Args:
+        pretrained: name on the hub, folder, alias such as ``smollm2-135m``, or a loaded
+            model (then ``tokenizer`` too).
+        strategy: a name, with ``budget``, ``budget_of`` and the strategy's own options
+            as further arguments, or a :class:`~kvacc.strategy.Strategy`.
+        protocol: ``stream``, ``context`` or ``serve``; when compression acts.
+        tail_tokens: in ``context``, prompt tokens left uncompressed where the task does
+            not say where its context segment ends (at most half of the prompt).
+        max_batch_tokens: padded tokens per forward pass; by device when not given.
+        batch_size: rows per pass of a generation; scoring is batched by tokens.
+
+    Raises:
+        KvaccError: a model, strategy, protocol or option that cannot be used.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | torch.nn.Module,
+        strategy: str | Strategy = "full",
+        budget: Any = None,
+        budget_of: str = "prompt",
+        protocol: str = "stream",
+        tail_tokens: int = 32,
+        batch_size: int | str | None = "auto",
+        max_batch_size: int | None = None,
+        max_batch_tokens: int | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        revision: str | None = None,
+        device_map: Any = None,
+        trust_remote_code: bool = False,
+        gguf_file: str | None = None,
+        tokenizer: Any = None,
+        **options: Any,
+    ) -> None:
+        for_hf = {name: options.pop(name) for name in HF_OPTIONS if name in options}
+        if isinstance(strategy, str):
+            # Before the model loads: a typing mistake should not cost minutes.
+            strategy = self._strategy_from(strategy, budget, budget_of, options)
+        elif options:
+            raise KvaccError(f"unknown option {next(iter(options))!r} beside a ready strategy")
+        self.use(strategy, protocol, tail_tokens)
+        self.label = pretrained if isinstance(pretrained, str) else type(pretrained).__name__
+        if isinstance(pretrained, str):
+            source = {"revision": revision, "trust_remote_code": trust_remote_code, "gguf_file": gguf_file}
+            model = load_model(pretrained, dtype=dtype, device=device, device_map=device_map, **source)
+            tokenizer = tokenizer or load_tokenizer(pretrained, **source)
+        elif tokenizer is None:
+            raise KvaccError("a loaded model needs its tokenizer: give tokenizer=")
+        else:
+            model = pretrained
+        self.wrapped = WrappedModel(model)
+        rows = 0 if batch_size is None or str(batch_size).startswith("auto") else int(batch_size)
+        super().__init__(model, backend="causal", tokenizer=tokenizer, batch_size=rows or 1, **for_hf)
+        self.rows_per_batch = rows
+        self.max_batch_tokens = max_batch_tokens or default_batch_tokens(self.wrapped.device)
+        self.pretrained = resolve(pretrained) if isinstance(pretrained, str) else ""
+        self.revision = revision
+        self.records: list[RequestRecord] = []
+        self.progress: Callable[[int, int], None] | None = None
+        self.num_fewshot: int | None = None
+        """Examples in the prompts, when the caller knows; else counted by blank lines."""
+
+    @staticmethod
+    def _strategy_from(name: str, budget: Any, budget_of: str, options: dict[str, Any]) -> Strategy:
+        try:
+            return make_strategy(name, budget, budget_of, **options)
+        except KvaccError as error:
+            if "has no option" not in str(error):
+                raise
+            unknown = next(o for o in options if f"option {o!r}" in str(error))
+            hint = nearest(unknown, (*HF_OPTIONS, *_ARGUMENTS))
+            raise KvaccError(f"{error}{hint and f'; or the backend argument{hint}'}") from None
+
+    def use(self, strategy: Strategy, protocol: str, tail_tokens: int = 32) -> None:
+        """Switch to another strategy; the model stays loaded and no state is carried over."""
+        strategy.require_protocol(protocol)
+        if not isinstance(tail_tokens, int) or tail_tokens < 0:
+            raise KvaccError(f"tail_tokens {tail_tokens!r} is not a whole number of at least 0")
+        self.strategy = strategy
+        self.protocol = protocol
+        self.tail_tokens = tail_tokens
+
+    def clear_records(self) -> None:
+        self.records = []
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        if getattr(cache_hook, "dbdict", None) is not None:
+            raise KvaccError(
+                "--use_cache answers one strategy's requests with another's results (its key ignores the "
+                "model and the strategy); leave it out, and use `kvacc run` to resume"
+            )
+        super().set_cache_hook(cache_hook)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Into lm-eval's results: what ran, and what it kept."""
+        info = super().get_model_info() if self.pretrained else {}
+        records = self.records
+        scored = sum(r.scored_tokens for r in records)
+        return info | {
+            "kvacc_strategy": repr(self.strategy),
+            "kvacc_protocol": self.protocol,
+            "kvacc_causal": self.strategy.causal,
+            "kvacc_requests_acted_on": sum(r.acted for r in records),
+            "kvacc_requests": len(records),
+            "kvacc_kept_fraction": sum(r.kept_fraction * r.scored_tokens for r in records) / scored if scored else None,
+            "kvacc_truncated_requests": sum(r.truncated_tokens > 0 for r in records),
+        }
+
+    # Scoring
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(sum of the continuation's log-probabilities, every token was the most likely)."""
+        encoded = [self._encode(instance) for instance in requests]
+        documents = self._prepare(requests, encoded)
+        scores = self._score(documents, requests, "loglikelihood", disable_tqdm)
+        answers = [(s.loglikelihood, s.greedy) for s in scores]
+        for instance, answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial("loglikelihood", instance.args, answer)
+        return answers
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm=False, override_bs=None):
+        """lm-eval's inner interface, for callers that have tokens already."""
+        instances = [
+            Instance("loglikelihood", {}, pair or ("", ""), i, metadata=(None, None, None))
+            for i, (pair, _, _) in enumerate(requests)
+        ]
+        documents = self._prepare(instances, [(context, target) for _, context, target in requests])
+        scores = self._score(documents, instances, "loglikelihood", disable_tqdm)
+        return [(s.loglikelihood, s.greedy) for s in scores]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-probability of whole texts, in windows of the model's context length."""
+        if self.protocol != "stream":
+            raise KvaccError(
+                f"a text scored as a whole has no prompt to compress, so protocol {self.protocol!r} means nothing "
+                "for it; use protocol=stream"
+            )
+        windows: list[_Prepared] = []
+        counts = []
+        for instance in requests:
+            tokens = self.tok_encode(instance.args[0])
+            pairs = [
+                utils.make_disjoint_window(window)
+                for window in utils.get_rolling_token_windows(
+                    token_list=tokens, prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1
+                )
+            ]
+            counts.append(len(pairs))
+            for context, target in pairs:
+                inputs = (*context, *target)[:-1]
+                # The text itself is what gets compressed: a fraction refers to its window.
+                request = Request(inputs, tuple(target), dense=0, compressed=len(inputs))
+                windows.append(_Prepared(instance, request, len(context), 0))
+        answers, scores = [], iter(self._score([[w] for w in windows], None, "loglikelihood_rolling", disable_tqdm))
+        position = 0
+        for instance, count in zip(requests, counts, strict=True):
+            parts = [next(scores) for _ in range(count)]
+            total = sum(s.loglikelihood for s in parts)
+            answers.append(total)
+            self._record_rolling(instance, windows[position : position + count], parts, total)
+            self.cache_hook.add_partial("loglikelihood_rolling", instance.args, total)
+            position += count
+        return answers
+
+    def _encode(self, instance: Instance) -> tuple[list[int], list[int]]:
+        """lm-eval's own split into context and continuation tokens."""
+        context, continuation = instance.args
+        if context == "":
+            target = self.tok_encode(continuation, add_special_tokens=False)
+            if target and self.prefix_token_id == target[0]:
+                return target[:1], target[1:]
+            return [self.prefix_token_id], target
+        return self._encode_pair(context, continuation)
+
+    def _prepare(self, instances: Sequence[Instance], encoded: Sequence[tuple[list[int], list[int]]]):
+        """Documents of prepared requests. Options of a document get one compressed length."""
+        documents: dict[Any, list[_Prepared]] = {}
+        for number, (instance, (context, target)) in enumerate(zip(instances, encoded, strict=True)):
+            prepared = self._cut(instance, context, target)
+            known = instance.metadata is not None and instance.doc_id is not None
+            key = (instance.task_name, instance.doc_id) if known else number
+            documents.setdefault(key, []).append(prepared)
+        return [self._one_budget(document) for document in documents.values()]
+
+    def _cut(self, instance: Instance, context: list[int], target: list[int]) -> _Prepared:
+        #   CTX      CONT         the model reads all but the last token, from the left as
+        #   0 1 2 3|4 5 6 7 8 9   much as fits; the continuation's tokens are predicted at
+        #         ^ ^ ^ ^ ^ ^     the marked places
+        if not target:
+            raise KvaccError(
+                f"request {instance.idx} of document {instance.doc_id} in {instance.task_name!r} has an empty "
+                f"continuation after tokenisation: {instance.args[1]!r}"
+            )
+        if len(target) > self.max_length:
+            raise KvaccError(
+                f"a continuation of {len(target)} tokens is longer than the model's context of {self.max_length}"
+            )
+        inputs = (context + target)[-(self.max_length + 1) :][:-1]
+        truncated = len(context) + len(target) - 1 - len(inputs)
+        prompt = len(inputs) - (len(target) - 1)
+        dense = self._dense_tokens(instance, context, prompt, truncated)
+        request = Request(tuple(inputs), tuple(target), dense, compressed=dense or prompt)
+        return _Prepared(instance, request, prompt, truncated)
+
+    def _dense_tokens(self, instance: Instance, context: list[int], prompt: int, truncated: int) -> int:
+        """Tokens read with the full cache before the strategy acts."""
+        if self.protocol == "stream":
+            return 0
+        if self.protocol == "serve":
+            return prompt
+        text = instance.args[0]
+        shots = self.num_fewshot if self.num_fewshot is not None else text.count("\n\n")
+        end = context_boundary(instance.doc, text, shots) if isinstance(instance.doc, dict) else None
+        if end is None:
+            # A prompt shorter than the tail would leave nothing to compress.
+            return max(1, prompt - min(self.tail_tokens, prompt // 2))
+        before = self.tok_encode(text[:end])
+        common = next((i for i, (a, b) in enumerate(zip(before, context, strict=False)) if a != b), len(before))
+        return min(max(1, common - truncated), prompt)
+
+    @staticmethod
+    def _one_budget(document: list[_Prepared]) -> list[_Prepared]:
+        # WinoGrande's options stand inside the context: the shortest sets the budget of all,
+        # so that no option is read with more of it than another.
+        shared = min(p.request.compressed for p in document)
+        return [
+            dataclasses.replace(p, request=dataclasses.replace(p.request, compressed=shared)) for p in document
+        ]
+
+    def _score(
+        self, documents: list[list[_Prepared]], instances: Sequence[Instance] | None, kind: str, quiet: bool
+    ) -> list[Score]:
+        """Scores in the order of ``instances`` (of the documents when None); keeps records."""
+        total = sum(map(len, documents))
+        quiet = quiet or self.progress is not None or self.rank != 0
+        with tqdm(total=total, disable=quiet, desc=f"{self.strategy.name}: {kind}") as bar:
+            scores = score_documents(
+                self.wrapped,
+                [[p.request for p in document] for document in documents],
+                self.strategy,
+                self.max_batch_tokens,
+                self._advance(bar, total),
+            )
+        flat = [
+            (prepared, score)
+            for document, answers in zip(documents, scores, strict=True)
+            for prepared, score in zip(document, answers, strict=True)
+        ]
+        if instances is None:
+            return [score for _, score in flat]
+        by_instance = {id(prepared.instance): (prepared, score) for prepared, score in flat}
+        ordered = [by_instance[id(instance)] for instance in instances]
+        for prepared, score in ordered:
+            self.records.append(self._record(prepared, kind, score))
+        return [score for _, score in ordered]
+
+    def _advance(self, bar: tqdm, total: int) -> Callable[[int], None]:
+        def advance(count: int) -> None:
+            bar.update(count)
+            if self.progress:
+                self.progress(bar.n if not bar.disable else advance.done + count, total)
+            advance.done += count
+
+        advance.done = 0
+        return advance
+
+    def _record(self, prepared: _Prepared, kind: str, score: Score) -> RequestRecord:
+        instance, request = prepared.instance, prepared.request
+        return RequestRecord(
+            task=instance.task_name,
+            doc_id=instance.doc_id,
+            option=instance.idx,
+            kind=kind,
+            prompt_tokens=prepared.prompt_tokens,
+            scored_tokens=len(request.targets),
+            truncated_tokens=prepared.truncated,
+            budget_entries=self._entries(request.compressed),
+            kept_fraction=score.kept_fraction,
+            acted=score.hidden,
+            unreachable_tokens=prepared.unreachable if self.strategy.has_budget else 0,
+            loglikelihood=score.loglikelihood,
+            greedy=score.greedy,
+        )
+
+    def _entries(self, compressed: int) -> int | None:
+        return self.strategy.budget.entries(compressed) if self.strategy.has_budget else None
+
+    def _record_rolling(
+        self, instance: Instance, windows: list[_Prepared], scores: list[Score], total: float
+    ) -> None:
+        if not windows:
+            return
+        counts = [len(w.request.targets) for w in windows]
+        scored = sum(counts)
+        kept = sum(s.kept_fraction * n for s, n in zip(scores, counts, strict=True)) / scored
+        merged = Score(total, all(s.greedy for s in scores), kept, any(s.hidden for s in scores))
+        record = self._record(windows[0], "loglikelihood_rolling", merged)
+        self.records.append(dataclasses.replace(record, scored_tokens=scored))
+
+    # Generation
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Text generated after each prompt, up to its stop sequences."""
+        groups: dict[str, list[int]] = {}
+        for number, instance in enumerate(requests):
+            groups.setdefault(repr(sorted(instance.args[1].items())), []).append(number)
+        texts: list[str] = [""] * len(requests)
+        records: list[RequestRecord | None] = [None] * len(requests)
+        quiet = disable_tqdm or self.progress is not None or self.rank != 0
+        with tqdm(total=len(requests), disable=quiet, desc=f"{self.strategy.name}: generate_until") as bar:
+            advance = self._advance(bar, len(requests))
+            for numbers in groups.values():
+                # Longest first, as in scoring.
+                lengths = {n: len(self.tok_encode(requests[n].args[0])) for n in numbers}
+                numbers = sorted(numbers, key=lambda n: -lengths[n])
+                while numbers:
+                    size = self.rows_per_batch or max(1, min(16, self.max_batch_tokens // max(1, lengths[numbers[0]])))
+                    batch, numbers = numbers[:size], numbers[size:]
+                    made = self._generate_batch([requests[n] for n in batch])
+                    for n, (text, record) in zip(batch, made, strict=True):
+                        texts[n], records[n] = text, record
+                    advance(len(batch))
+        self.records += records
+        for instance, text in zip(requests, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", instance.args, text)
+        return texts
+
+    def _generate_batch(self, instances: list[Instance]) -> list[tuple[str, RequestRecord]]:
+        """One batch with equal generation arguments."""
+        options = normalize_gen_kwargs(instances[0].args[1], self.max_gen_toks)
+        end = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
+        until = handle_stop_sequences(options.pop("until", None), eos=end)
+        room = options.pop("max_gen_toks")
+        options.pop("max_length", None)
+        longest = self.max_length - room
+        if longest < 1:
+            raise KvaccError(
+                f"max_gen_toks {room} leaves no room for a prompt in a context of {self.max_length} tokens"
+            )
+        prompts = [self._prompt(instance) for instance in instances]
+        kept = [prompt[-longest:] for prompt in prompts]
+        width = max(map(len, kept))
+        padding = [width - len(prompt) for prompt in kept]
+        pad = self.tokenizer.pad_token_id
+        context = torch.tensor([[pad] * n + p for n, p in zip(padding, kept, strict=True)], device=self.device)
+        mask = torch.tensor([[0] * n + [1] * len(p) for n, p in zip(padding, kept, strict=True)], device=self.device)
+        rows = []
+        for instance, full, prompt, left in zip(instances, prompts, kept, padding, strict=True):
+            dense = self._dense_tokens(instance, full, len(prompt), len(full) - len(prompt))
+            rows.append(RowReading(left, dense, dense or len(prompt)))
+
+        def run(cache):
+            return self._model_generate(
+                context=context, attention_mask=mask, stop=until, max_length=width + room, cache=cache, **options
+            )
+
+        copies = max(options.get("num_beams", 1), options.get("num_return_sequences", 1))
+        ends = {self.eot_token_id, *_as_list(self.model.generation_config.eos_token_id)}
+        tokens, measured = generate(self.wrapped, self.strategy, rows, run, width, copies, ends)
+        out = []
+        each = len(tokens) // len(instances)
+        for b, (instance, full, prompt, row) in enumerate(zip(instances, prompts, kept, rows, strict=True)):
+            text = self.tok_decode(tokens[b * each, width:].tolist())
+            text = postprocess_generated_text(text, until, think_end_token=self.think_end_token)
+            one = measured[b]
+            record = RequestRecord(
+                task=instance.task_name,
+                doc_id=instance.doc_id,
+                option=instance.idx,
+                kind="generate_until",
+                prompt_tokens=len(prompt),
+                scored_tokens=one.tokens,
+                truncated_tokens=len(full) - len(prompt),
+                budget_entries=self._entries(row.compressed),
+                kept_fraction=one.kept_fraction,
+                acted=one.hidden,
+                # The first token comes from the prompt's last query.
+                unreachable_tokens=int(row.dense >= len(prompt) and self.strategy.has_budget),
+            )
+            out.append((text, record))
+        return out
+
+    def _prompt(self, instance: Instance) -> list[int]:
+        return self.tok_encode(instance.args[0]) or [self.prefix_token_id]
+
+
+def _as_list(value: int | list[int] | None) -> list[int]:
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+_ARGUMENTS = tuple(
+    name for name in KvaccLM.__init__.__annotations__ if name not in ("options", "return", "tokenizer")
+)

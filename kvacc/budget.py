@@ -1,0 +1,123 @@
+"""Budgets: how many KV entries a strategy may keep per KV head.
+
+A budget always says what is *kept*. A count (``256``) is that many entries; a
+fraction (``0.2``, ``"20%"``, ``"1/5"``) is that share of the length of what gets
+compressed, rounded up in exact arithmetic: 0.9 of 1,000 tokens is 900, although
+the float 0.9 * 1000 rounds to 900.0000000000001 on some paths. The integer ``1``
+is one entry; ``1.0`` is everything.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from kvacc.errors import KvaccError, unknown
+
+REFERENCES = ("prompt", "seen")
+_HOW = "give a count of entries (256) or a fraction in (0, 1] (0.2, '20%')"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Entries kept per KV head, as a count or a fraction.
+
+    Args:
+        amount: an int (entries) or a Fraction in (0, 1].
+        of: what a fraction refers to. ``prompt``: the length of what gets
+            compressed, fixed when the request starts, so that answer options
+            never change it. ``seen``: the tokens seen so far, so the cache grows.
+
+    Example:
+        >>> Budget.parse("20%").entries(prompt=1000)
+        200
+        >>> Budget.parse(1).entries(prompt=1000), Budget.parse(1.0).entries(prompt=1000)
+        (1, 1000)
+    """
+
+    amount: int | Fraction
+    of: str = "prompt"
+
+    @classmethod
+    def parse(cls, value: Budget | int | float | str | Fraction, of: str = "prompt") -> Budget:
+        """Read a budget as a person writes it.
+
+        Raises:
+            KvaccError: for zero, negative, a fraction above 1, or not a number.
+        """
+        if isinstance(value, Budget):
+            return value
+        if of not in REFERENCES:
+            raise unknown("budget_of", of, REFERENCES)
+        return cls(_amount(value), of)
+
+    @property
+    def is_fraction(self) -> bool:
+        return isinstance(self.amount, Fraction)
+
+    def entries(self, prompt: int, seen: int | None = None) -> int:
+        """Entries allowed per KV head, at least 1.
+
+        Args:
+            prompt: tokens in what gets compressed.
+            seen: tokens seen so far; used when ``of == "seen"``.
+        """
+        if not self.is_fraction:
+            return int(self.amount)
+        length = prompt if self.of == "prompt" or seen is None else seen
+        return max(1, math.ceil(self.amount * length))
+
+    def __str__(self) -> str:
+        """Canonical text: a count as ``256``, a fraction as ``0.2`` (or ``1/3``)."""
+        if not self.is_fraction:
+            return str(self.amount)
+        decimal = float(self.amount)
+        text = repr(decimal)
+        return text if Fraction(text) == self.amount else f"{self.amount}"
+
+    def __repr__(self) -> str:
+        return f"Budget({str(self)!r}{'' if self.of == 'prompt' else f', of={self.of!r}'})"
+
+
+def _amount(value: int | float | str | Fraction) -> int | Fraction:
+    if isinstance(value, bool):
+        raise KvaccError(f"budget {value!r} is not a number; {_HOW}")
+    if isinstance(value, str):
+        value = _from_text(value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise KvaccError(f"budget {value!r} is not a finite number; {_HOW}")
+        # The shortest decimal that prints as this float is what the user wrote.
+        value = Fraction(repr(value))
+        if value > 1:
+            raise KvaccError(
+                f"budget {float(value):g} as a fraction is above 1; {_HOW}"
+                + (f"; for {int(value)} entries write {int(value)}" if value.denominator == 1 else "")
+            )
+    if isinstance(value, Fraction):
+        if value <= 0:
+            raise KvaccError(f"budget {float(value):g} keeps nothing; {_HOW}")
+        if value > 1:
+            raise KvaccError(f"budget {float(value):g} as a fraction is above 1; {_HOW}")
+        return value
+    if isinstance(value, int):
+        if value <= 0:
+            raise KvaccError(f"budget {value} keeps nothing; {_HOW}")
+        return value
+    raise KvaccError(f"budget {value!r} is not a number; {_HOW}")
+
+
+def _from_text(text: str) -> int | float | Fraction:
+    bare = text.strip().replace("_", "")
+    try:
+        if bare.endswith("%"):
+            return Fraction(bare[:-1].strip()) / 100
+        if re.fullmatch(r"[+-]?\d+", bare):
+            return int(bare)
+        if re.fullmatch(r"\d+/\d+", bare):
+            return Fraction(bare)
+        return float(bare)
+    except (ValueError, ZeroDivisionError):
+        raise KvaccError(f"budget {text!r} is not a number; {_HOW}") from None

@@ -1,0 +1,131 @@
+"""The attention function that transformers calls, and the tensor operations it is made of.
+
+Registered under the name ``kvacc`` with a mask function that returns None: every mask
+is made here, from positions and kept sets, because a model builds one mask for all
+layers and counts columns as if nothing had ever been evicted. What a call does is
+decided by the *session* that is active around the model's forward pass (a context
+variable, so nothing is patched and nothing outlives the ``with`` block).
+
+Shapes: B rows, Q query heads, K heads of the given keys, n queries, W entries,
+D key dimension, V value dimension.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Protocol
+
+import torch
+
+from kvacc.engine.scan import masked_softmax
+
+NAME = "kvacc"
+
+
+class Session(Protocol):
+    """What one forward pass (or one generation) does in each attention layer."""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """The attention output [B, Q, n, V]."""
+        ...
+
+
+class AttentionCall:
+    """One layer's attention as the model asks for it.
+
+    Args:
+        layer: index of the layer.
+        query: [B, Q, n, D]; key: [B, K, W, D]; value: [B, K, W, V], rotated.
+        scaling: factor of the logits.
+        softcap: Gemma 2's cap of the logits, or None.
+        aux: [Q] GPT-OSS's attention-sink logits, or None.
+    """
+
+    def __init__(self, layer, query, key, value, scaling, softcap, aux):
+        self.layer: int = layer
+        self.query: torch.Tensor = query
+        self.key: torch.Tensor = key
+        self.value: torch.Tensor = value
+        self.scaling: float = scaling
+        self.softcap: float | None = softcap
+        self.aux: torch.Tensor | None = aux
+
+
+_ACTIVE: ContextVar[Session | None] = ContextVar("kvacc_session", default=None)
+
+
+@contextlib.contextmanager
+def active(session: Session) -> Iterator[None]:
+    """Let ``session`` answer the attention calls made inside the block."""
+    token = _ACTIVE.set(session)
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(token)
+
+
+def kvacc_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+    """transformers' attention interface: output [B, n, Q, V] and no weights."""
+    session = _ACTIVE.get()
+    if session is None:
+        # Without a session there is no mask: answering would let tokens read the future.
+        raise RuntimeError("a model with kvacc attention was called outside a kvacc session")
+    call = AttentionCall(
+        module.layer_idx,
+        query,
+        key,
+        value,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        kwargs.get("softcap"),
+        kwargs.get("s_aux"),
+    )
+    return session.attend(call).transpose(1, 2).contiguous(), None
+
+
+def register() -> None:
+    """Make ``attn_implementation="kvacc"`` known to transformers. Safe to repeat."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, kvacc_attention)
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+
+
+def attention_logits(call: AttentionCall, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Scaled logits, float32 [B, Q, n, W], query heads grouped by KV head."""
+    rows, heads, count, dim = query.shape
+    kv_heads, width = key.shape[1], key.shape[2]
+    grouped = query.reshape(rows, kv_heads, heads // kv_heads * count, dim)
+    logits = (grouped * call.scaling) @ key.transpose(-1, -2)
+    logits = logits.view(rows, heads, count, width).float()
+    if call.softcap is not None:
+        logits = torch.tanh(logits / call.softcap) * call.softcap
+    return logits
+
+
+def weighted_values(attention: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """attention [B, Q, n, W] times value [B, K, W, V]: [B, Q, n, V]."""
+    rows, heads, count, width = attention.shape
+    kv_heads = value.shape[1]
+    grouped = attention.to(value.dtype).reshape(rows, kv_heads, heads // kv_heads * count, width)
+    return (grouped @ value).view(rows, heads, count, value.shape[-1])
+
+
+def dense_attention(call: AttentionCall, mask: torch.Tensor | None) -> torch.Tensor:
+    """Attention under a bool mask [B, 1, n, W]; None is plain causal, n = W."""
+    query, key, value = call.query, call.key, call.value
+    if call.softcap is None and call.aux is None:
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=call.scaling
+        )
+    if mask is None:
+        width = key.shape[2]
+        mask = torch.ones(width, width, dtype=torch.bool, device=key.device).tril()[None, None]
+    logits = attention_logits(call, query, key)
+    heads = call.aux.view(-1, 1).float() if call.aux is not None else None
+    attention = masked_softmax(logits[:, :, None], mask[:, :, None], heads)[:, :, 0]
+    return weighted_values(attention, value)

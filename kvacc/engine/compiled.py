@@ -1,0 +1,77 @@
+"""The scans of :mod:`kvacc.engine.scan` for the common rules, compiled with numba.
+
+``attention_sum``: a score adds up the attention that an entry receives (H2O).
+``static``: scores never change after arrival (windows, sinks, random).
+Each follows the reference decision for decision; the tests compare them. numba is
+optional (``pip install 'kvacc[fast]'``) and serves CPU tensors; without it the
+reference runs.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+
+from kvacc.engine.scan import Scan
+
+
+@functools.cache
+def available() -> bool:
+    """Is numba installed and usable?"""
+    try:
+        import numba  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def supports(scan: Scan) -> bool:
+    return scan.strategy.compiled is not None and available() and scan.current.alive.device.type == "cpu"
+
+
+def attention_sum(
+    scan: Scan, logits: torch.Tensor, first: int, aux: torch.Tensor | None
+) -> torch.Tensor:
+    """Turn ``logits`` [B, H, G, R, W'] (float32, contiguous) into attention over each
+    query's kept set, in place, 0 elsewhere. Returns int32 [B, H, R], entries visible."""
+    from kvacc.engine import kernels
+
+    heads, group = logits.shape[1:3]
+    has_aux = aux is not None
+    aux_array = (aux if has_aux else torch.zeros(heads, group)).float().contiguous().numpy()
+    seen_by = np.zeros((logits.shape[0], heads, logits.shape[3]), dtype=np.int32)
+    kernels.attention_sum_kernel(
+        logits.numpy(), first, scan.offset, *_plan_arrays(scan), scan.strategy.aggregate == "max",
+        aux_array, has_aux, *_state_arrays(scan), seen_by,
+    )  # fmt: skip
+    return torch.from_numpy(seen_by)
+
+
+def static(scan: Scan, first: int, count: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Visible entries of ``count`` queries: bool [B, H, count, columns], int32 [B, H, count]."""
+    from kvacc.engine import kernels
+
+    rows, heads, _ = scan.current.alive.shape
+    visible = np.zeros((rows, heads, count, columns), dtype=np.bool_)
+    seen_by = np.zeros((rows, heads, count), dtype=np.int32)
+    kernels.static_kernel(visible, first, scan.offset, *_plan_arrays(scan), *_state_arrays(scan), seen_by)
+    return torch.from_numpy(visible), torch.from_numpy(seen_by)
+
+
+def _plan_arrays(scan: Scan) -> tuple[np.ndarray, ...]:
+    plan = scan.plan
+    names = ("segment", "start", "stop", "parent", "dense", "compress", "budget", "recent", "sinks")
+    return tuple(getattr(plan, name).numpy() for name in names)
+
+
+def _state_arrays(scan: Scan) -> tuple[np.ndarray, ...]:
+    if scan.ends is None:
+        rows, heads, width = scan.current.alive.shape
+        shape = (rows, scan.plan.start.shape[1], heads, width)
+        scan.ends = (np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.float32))
+        scan.current.position = scan.current.position.contiguous()
+    current, initial = scan.current, scan.initial
+    tensors = (current.position, current.alive, current.score, initial.alive, initial.score, scan.arrival)
+    return (*(t.numpy() for t in tensors), *scan.ends)

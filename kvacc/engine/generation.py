@@ -1,0 +1,62 @@
+"""Generation on the step path: transformers' own ``generate`` over a session's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvacc.engine import attention
+from kvacc.engine.stepping import RowReading
+from kvacc.engine.wrapped import WrappedModel
+from kvacc.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What the engine measured of one generated row.
+
+    Attributes:
+        tokens: tokens that it generated, its end token included.
+        kept_fraction: mean over the queries that produced them.
+        hidden: an entry was hidden from one of them.
+    """
+
+    tokens: int
+    kept_fraction: float
+    hidden: bool
+
+
+def generate(
+    wrapped: WrappedModel,
+    strategy: Strategy,
+    rows: Sequence[RowReading],
+    run: Callable[..., torch.Tensor],
+    prompt_width: int,
+    copies: int = 1,
+    end_tokens: Sequence[int] = (),
+) -> tuple[torch.Tensor, list[Generated]]:
+    """Call ``run(cache=...)`` with the strategy's cache.
+
+    Args:
+        rows: how each left-padded row of the prompt batch is read.
+        run: ``model.generate`` with everything but the cache.
+        prompt_width: columns of the prompt batch.
+        copies: rows that ``generate`` makes of each (beams or returned sequences).
+        end_tokens: tokens that end a row.
+
+    Returns:
+        ``generate``'s tokens, and a measurement for each row of the prompt batch.
+    """
+    session = wrapped.step(strategy, [row for row in rows for _ in range(copies)])
+    with attention.active(session), torch.inference_mode():
+        tokens = run(cache=session.cache)
+    measured = []
+    for b in range(len(rows)):
+        made = tokens[b * (len(tokens) // len(rows)), prompt_width:].tolist()
+        count = next((i + 1 for i, token in enumerate(made) if token in end_tokens), len(made))
+        reads = [(float(kept[b * copies]), bool(hidden[b * copies])) for kept, hidden in session.passes[:count]]
+        kept = sum(k for k, _ in reads) / len(reads) if reads else 1.0
+        measured.append(Generated(count, kept, any(h for _, h in reads)))
+    return tokens, measured

@@ -1,0 +1,121 @@
+"""Rotate vectors that already carry rotary positions by a further number of positions.
+
+Families differ in the pairing of dimensions, the share that is rotated, the
+frequencies, and whether a layer is rotated at all. Instead of a table of families,
+:func:`find_rotation` asks the model: it reads a sequence of one repeated token, whose
+hidden states are equal at every position in every layer, so the keys of a layer may
+differ by their rotation only, and checks which convention explains that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvacc.engine.attention import AttentionCall, active, dense_attention
+from kvacc.errors import KvaccError
+
+PAIRINGS = ("half", "interleaved")
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How each full-attention layer rotates: layer -> (pairing, frequencies) or None."""
+
+    layers: dict[int, tuple[str, torch.Tensor] | None]
+
+    def rotate(self, layer: int, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        """Move ``x`` [B, H, n, D] by ``by`` [B, H or 1, n] positions."""
+        known = self.layers[layer]
+        return x if known is None else _rotate(x, by, *known)
+
+
+def _rotate(x: torch.Tensor, by: torch.Tensor, pairing: str, frequencies: torch.Tensor) -> torch.Tensor:
+    angle = by[..., None].double() * frequencies.to(x.device).double()
+    cos, sin = angle.cos().float(), angle.sin().float()
+    turned = 2 * frequencies.numel()
+    part, rest = x[..., :turned].float(), x[..., turned:]
+    if pairing == "half":
+        a, b = part.chunk(2, -1)
+        out = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    else:
+        a, b = part[..., 0::2], part[..., 1::2]
+        out = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    return torch.cat([out.to(x.dtype), rest], -1)
+
+
+class _Recorder:
+    """A session with full causal attention that keeps the keys of every layer."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, torch.Tensor] = {}
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.keys[call.layer] = call.key.detach()
+        return dense_attention(call, None)
+
+
+def find_rotation(model, full_layers: list[int], latent: bool = False) -> Rotation:
+    """The rotation of ``model``, checked against its own keys.
+
+    Raises:
+        KvaccError: keys do not follow a rotary embedding that can be re-applied.
+    """
+    family = model.config.get_text_config(decoder=True).model_type
+    refusal = KvaccError(
+        f"model family {family!r} has no rotary positions that can be re-applied; "
+        "use positions=original with this strategy"
+    )
+    if latent:
+        raise refusal
+    recorder = _Recorder()
+    tokens = torch.full((1, 8), 7, device=model.device)
+    with active(recorder), torch.inference_mode():
+        model(input_ids=tokens, use_cache=False)
+    candidates = _frequencies(model)
+    found: dict[int, tuple[str, torch.Tensor] | None] = {}
+    for layer in full_layers:
+        key = recorder.keys[layer].float()
+        found[layer] = _explain(key, candidates, refusal)
+    if all(value is None for value in found.values()):
+        raise refusal
+    return Rotation(found)
+
+
+def _explain(key: torch.Tensor, candidates: list[torch.Tensor], refusal: KvaccError):
+    """The convention that turns the key at position 1 into those at 3 and 7."""
+    scale = key.abs().max()
+    # Half precision rounds each key; a wrong convention is off by the key's own size.
+    allowed = scale * 2e-2
+
+    def explains(pairing: str, frequencies: torch.Tensor) -> bool:
+        if 2 * frequencies.numel() > key.shape[-1]:
+            return False
+        for place in (3, 7):
+            by = torch.full((1, 1, 1), place - 1, device=key.device)
+            moved = _rotate(key[:, :, 1:2], by, pairing, frequencies)
+            if (moved - key[:, :, place : place + 1]).abs().max() > allowed:
+                return False
+        return True
+
+    if (key[:, :, 1] - key[:, :, 7]).abs().max() < scale * 1e-4:
+        return None
+    for frequencies in candidates:
+        for pairing in PAIRINGS:
+            if explains(pairing, frequencies):
+                return pairing, frequencies
+    raise refusal
+
+
+def _frequencies(model) -> list[torch.Tensor]:
+    """Every set of rotary frequencies that the model holds, radians per position."""
+    found = [
+        buffer.detach().float()
+        for name, buffer in model.named_buffers()
+        if name.rsplit(".", 1)[-1].endswith("inv_freq") and buffer.dim() == 1
+    ]
+    turned = getattr(model.config, "rotary_dim", None)
+    if turned:  # GPT-J and CodeGen hold a table of sines with the original base instead
+        found.append(10_000.0 ** -(torch.arange(0, turned, 2).float() / turned))
+    return found

@@ -1,0 +1,195 @@
+"""Log-likelihoods of continuations under a strategy: the parallel path, and the step
+path that says the same one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvacc.engine import attention
+from kvacc.engine.plan import Request, Row, build_rows, make_plan
+from kvacc.engine.stepping import RowReading
+from kvacc.engine.wrapped import WrappedModel
+from kvacc.errors import KvaccError
+from kvacc.strategy import Strategy
+
+LOGIT_BYTES = 256 * 2**20
+"""Float32 log-softmax held at once, in bytes."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """One request's answer.
+
+    Attributes:
+        loglikelihood: sum over the continuation's tokens, natural logarithm.
+        greedy: every token of the continuation was the most likely one.
+        kept_fraction: visible over possible entries, mean over scored queries, layers, heads.
+        hidden: an entry was hidden from a scored query.
+    """
+
+    loglikelihood: float
+    greedy: bool
+    kept_fraction: float
+    hidden: bool
+
+
+def default_batch_tokens(device: torch.device) -> int:
+    """Tokens of a batch: enough to keep matrix multiplications at full speed."""
+    return 2048 if device.type == "cpu" else 16384
+
+
+def score_documents(
+    wrapped: WrappedModel,
+    documents: Sequence[Sequence[Request]],
+    strategy: Strategy,
+    batch_tokens: int | None = None,
+    progress: Callable[[int], None] | None = None,
+    reference: bool = False,
+) -> list[list[Score]]:
+    """Score every request of every document on the parallel path.
+
+    Args:
+        documents: requests that may share tokens, such as the options of a question.
+        batch_tokens: padded tokens per forward pass; halved when memory runs out.
+        progress: called with the number of requests finished since the last call.
+
+    Returns:
+        a Score for each request, in the order given.
+    """
+    batch_tokens = batch_tokens or default_batch_tokens(wrapped.device)
+    share = wrapped.shares_trees and strategy.causal
+    numbered: list[Request] = []
+    rows: list[Row] = []
+    for document in documents:
+        items = list(enumerate(document, start=len(numbered)))
+        numbered += document
+        rows += _rows_within(items, share, batch_tokens)
+    scores: list[Score | None] = [None] * len(numbered)
+    # Longest first: memory problems show at once, and neighbours pad each other little.
+    rows.sort(key=lambda row: -len(row.tokens))
+    while rows:
+        count = max(1, batch_tokens // len(rows[0].tokens))
+        batch, rest = rows[:count], rows[count:]
+        try:
+            done = _score_batch(wrapped, batch, strategy, numbered, reference)
+        except torch.OutOfMemoryError:
+            if len(batch) == 1:
+                raise KvaccError(
+                    f"one row of {len(batch[0].tokens)} tokens does not fit in memory; "
+                    "use a smaller model, a lower max_length or another device"
+                ) from None
+            batch_tokens = max(1, batch_tokens // 2)
+            continue
+        for number, score in done:
+            scores[number] = score
+        if progress:
+            progress(len(done))
+        rows = rest
+    answers = iter(scores)
+    return [[next(answers) for _ in document] for document in documents]
+
+
+def _rows_within(items: list[tuple[int, Request]], share: bool, limit: int) -> list[Row]:
+    """Trees of a document's requests, none wider than a batch where that can be helped."""
+    rows = build_rows(items, share)
+    if len(items) > 1 and any(len(row.tokens) > limit and len(row.queries) > 1 for row in rows):
+        half = len(items) // 2
+        return _rows_within(items[:half], share, limit) + _rows_within(items[half:], share, limit)
+    return rows
+
+
+def _score_batch(
+    wrapped: WrappedModel, rows: list[Row], strategy: Strategy, requests: list[Request], reference: bool
+) -> list[tuple[int, Score]]:
+    plan = make_plan(rows, strategy)
+    logits, session = wrapped.parallel(plan, strategy, reference=reference)
+    order = {tuple(at): n for n, at in enumerate(plan.counted.nonzero().tolist())}
+    wanted, targets, owners = [], [], []
+    for b, row in enumerate(rows):
+        for number, queries in row.queries.items():
+            for query, target in zip(queries, requests[number].targets, strict=True):
+                wanted.append(order[b, query])
+                targets.append(target)
+                owners.append((number, b, query))
+    logprobs, best = token_logprobs(logits, torch.tensor(wanted), torch.tensor(targets))
+    kept = (session.kept / session.layers).cpu()
+    hidden = session.hidden.cpu()
+    gathered: dict[int, list[tuple[float, bool, float, bool]]] = {}
+    for i, (number, b, query) in enumerate(owners):
+        values = (logprobs[i], best[i], float(kept[b, query]), bool(hidden[b, query]))
+        gathered.setdefault(number, []).append(values)
+    return [(number, _combine(values)) for number, values in gathered.items()]
+
+
+def _combine(values: list[tuple[float, bool, float, bool]]) -> Score:
+    logprobs, best, kept, hidden = zip(*values, strict=True)
+    return Score(sum(logprobs), all(best), sum(kept) / len(kept), any(hidden))
+
+
+def token_logprobs(
+    logits: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor
+) -> tuple[list[float], list[bool]]:
+    """Log-probability of ``targets[i]`` in ``logits[rows[i]]``, float32, and whether it is
+    the most likely token. logits: [N, vocabulary]."""
+    size = max(1, LOGIT_BYTES // (4 * logits.shape[-1]))
+    rows, targets = rows.to(logits.device), targets.to(logits.device)
+    normaliser = torch.empty(logits.shape[0], device=logits.device)
+    best = torch.empty(logits.shape[0], dtype=torch.long, device=logits.device)
+    for part in torch.arange(logits.shape[0], device=logits.device).split(size):
+        block = logits[part].float()
+        normaliser[part] = block.logsumexp(-1)
+        best[part] = block.argmax(-1)
+    logprobs = logits[rows, targets].float() - normaliser[rows]
+    return logprobs.tolist(), (best[rows] == targets).tolist()
+
+
+def score_by_steps(
+    wrapped: WrappedModel, requests: Sequence[Request], strategy: Strategy
+) -> tuple[list[Score], list[torch.Tensor]]:
+    """The same on the step path, one token per forward pass, as one left-padded batch.
+
+    Slow; the oracle of :func:`score_documents` and the meaning of its numbers.
+
+    Returns:
+        scores, and the logits [targets, vocabulary] of each request.
+    """
+    width = max(len(r.tokens) for r in requests)
+    padding = [width - len(r.tokens) for r in requests]
+    session = wrapped.step(
+        strategy, [RowReading(p, r.dense, r.compressed) for p, r in zip(padding, requests, strict=True)]
+    )
+    tokens = torch.tensor([[0] * p + list(r.tokens) for p, r in zip(padding, requests, strict=True)])
+    tokens = tokens.to(wrapped.device)
+    values: list[list[tuple[float, bool, float, bool]]] = [[] for _ in requests]
+    kept_logits: list[list[torch.Tensor]] = [[] for _ in requests]
+    with attention.active(session), torch.inference_mode():
+        for column in range(width):
+            logits = step_forward(wrapped, session, tokens[:, column : column + 1], column)[:, -1]
+            for b, request in enumerate(requests):
+                which = column - padding[b] - request.first_scored
+                if which < 0:
+                    continue
+                logprob, best = token_logprobs(
+                    logits[b : b + 1], torch.tensor([0]), torch.tensor([request.targets[which]])
+                )
+                kept, hidden = session.passes[-1]
+                values[b].append((logprob[0], best[0], float(kept[b]), bool(hidden[b])))
+                kept_logits[b].append(logits[b])
+    return [_combine(v) for v in values], [torch.stack(x) for x in kept_logits]
+
+
+def step_forward(wrapped: WrappedModel, session, tokens: torch.Tensor, first: int) -> torch.Tensor:
+    """One forward pass of ``tokens`` [B, n] at columns ``first`` on; logits [B, n, vocabulary]."""
+    columns = torch.arange(first, first + tokens.shape[1], device=tokens.device)
+    arguments = {}
+    if wrapped.takes_positions:
+        arguments["position_ids"] = (columns - session.padding[:, None]).clamp(min=0)
+    if bool((session.padding > 0).any()):
+        # Recurrent layers of hybrid models skip padding by this mask.
+        whole = torch.arange(first + tokens.shape[1], device=tokens.device)
+        arguments["attention_mask"] = (whole >= session.padding[:, None]).long()
+    out = wrapped.model(input_ids=tokens, cache=session.cache, use_cache=True, **arguments)
+    return out.logits

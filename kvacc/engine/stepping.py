@@ -1,0 +1,366 @@
+"""The step path: a real cache that holds only what the strategy keeps.
+
+Used for generation, for every latency and memory figure, and as the oracle of the
+parallel path in tests. One token at a time is the plain reading of a strategy's
+definition (:meth:`StepSession._one_token`); a chunk of several tokens, such as a
+prompt, is replayed token by token inside the layer and then really evicted, so the
+result does not depend on how a prompt is cut into chunks.
+
+Rows are padded on the left. Each layer keeps positions and validity of its own, so
+padding never enters a kept set and layers may hold different entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
+
+from kvacc.engine.attention import AttentionCall, attention_logits, dense_attention, weighted_values
+from kvacc.engine.layers import LayerKind
+from kvacc.engine.parallel import _grouped_aux, replay
+from kvacc.engine.plan import NO_LIMIT, Plan, limits_for
+from kvacc.engine.rotary import Rotation
+from kvacc.engine.scan import Entries, masked_softmax, start_scan
+from kvacc.errors import KvaccError
+from kvacc.strategy import EvictStrategy, Strategy
+
+
+@dataclass(frozen=True)
+class RowReading:
+    """How one row of a generation is read.
+
+    Args:
+        padding: left padding columns before its first token.
+        dense: tokens read with the full cache before the strategy acts (0: at once).
+        compressed: length that a fractional budget refers to.
+    """
+
+    padding: int
+    dense: int
+    compressed: int
+
+
+class KeptLayer(CacheLayerMixin):
+    """Keys and values of one layer's kept set.
+
+    Attributes:
+        keys [B, K, S, D], values [B, K, S, V]: S slots in text order; a row that keeps
+            fewer entries than another has empty slots at the end.
+        entries: which slots are alive, their positions and scores; H deciding heads
+            (K, or 1 where all heads share a latent).
+        seen: columns seen so far, padding included; what the model counts positions by.
+    """
+
+    is_sliding = False
+    is_croppable = False
+
+    def __init__(self, heads: int | None = None) -> None:
+        super().__init__()
+        self.heads = heads
+        self.entries: Entries | None = None
+        self.seen = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.device = key_states.device
+        self.keys = key_states[:, :, :0]
+        self.values = value_states[:, :, :0]
+        heads = self.heads or key_states.shape[1]
+        empty = torch.zeros(key_states.shape[0], heads, 0, device=self.device)
+        self.entries = Entries(empty.long(), empty.bool(), empty)
+        self.is_initialized = True
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Stored and new keys and values; what is kept of them is decided after attention."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = torch.cat([self.keys, key_states], -2)
+        self.values = torch.cat([self.values, value_states], -2)
+        self.seen += key_states.shape[-2]
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        stored = self.keys.shape[-2] if self.is_initialized else 0
+        return stored + query_length, self.seen - stored
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def retain(self, entries: Entries, physical: bool) -> None:
+        """Store ``entries`` (over the current slots); with ``physical`` free the others."""
+        if not physical:
+            self.entries = entries
+            return
+        alive = entries.alive
+        size = int(alive.sum(-1).max())
+        # A stable sort of "is gone" brings the kept slots to the front in text order.
+        slots = (~alive).to(torch.uint8).argsort(dim=-1, stable=True)[..., :size]
+        self.entries = Entries(
+            entries.position.gather(-1, slots), alive.gather(-1, slots), entries.score.gather(-1, slots)
+        )
+        heads = self.keys.shape[1]
+        slots = slots.expand(-1, heads, -1)[..., None]
+        self.keys = self.keys.gather(2, slots.expand(-1, -1, -1, self.keys.shape[-1]))
+        self.values = self.values.gather(2, slots.expand(-1, -1, -1, self.values.shape[-1]))
+
+    def measured_bytes(self) -> int:
+        """Bytes of the entries alive now, keys and values of all rows."""
+        if not self.is_initialized:
+            return 0
+        per_entry = self.keys.shape[-1] * self.keys.element_size()
+        per_entry += self.values.shape[-1] * self.values.element_size()
+        copies = self.keys.shape[1] // self.entries.alive.shape[1]
+        return int(self.entries.alive.sum()) * copies * per_entry
+
+    def reset(self) -> None:
+        self.keys = self.values = self.entries = None
+        self.is_initialized = False
+        self.seen = 0
+
+    def _select_rows(self, rows: torch.Tensor) -> None:
+        if self.is_initialized:
+            self.keys, self.values = self.keys[rows], self.values[rows]
+            e = self.entries
+            self.entries = Entries(e.position[rows], e.alive[rows], e.score[rows])
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._select_rows(beam_idx.to(self.device) if self.is_initialized else beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._select_rows(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            rows = torch.arange(self.keys.shape[0], device=self.device).repeat_interleave(repeats)
+            self._select_rows(rows)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise KvaccError("an evicting cache cannot be cropped: evicted entries are gone; use no assisted decoding")
+
+
+class StepSession:
+    """Answers the attention calls of a generation; owns its cache.
+
+    Args:
+        rows: how each row of the batch is read.
+
+    Attributes:
+        cache: hand this to the model as ``cache=``.
+        passes: for each forward pass so far, what its last query read:
+            (kept float64 [B], share of entries visible, mean over layers and KV heads;
+            hidden bool [B], some entry was hidden).
+    """
+
+    def __init__(
+        self,
+        config,
+        strategy: Strategy,
+        kinds: list[LayerKind],
+        rows: Sequence[RowReading],
+        rotation: Rotation | None = None,
+        latent: bool = False,
+        device: torch.device | str = "cpu",
+    ):
+        if not strategy.causal:
+            raise KvaccError(f"{strategy!r} reads future tokens, so it cannot decode token by token")
+        self.strategy = strategy
+        self.kinds = kinds
+        self.rows = list(rows)
+        self.rotation = rotation
+        self.cache = DynamicCache(config=config.get_text_config(decoder=True))
+        for index, kind in enumerate(kinds):
+            if kind.name == "full":
+                self.cache.layers[index] = KeptLayer(1 if latent else None)
+        self.padding = torch.tensor([r.padding for r in rows], device=device)
+        self.passes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._kept = torch.zeros(len(self.rows), dtype=torch.float64, device=device)
+        self._hidden = torch.zeros(len(self.rows), dtype=torch.bool, device=device)
+        attending = [i for i, kind in enumerate(kinds) if kind.name != "other"]
+        self._last_layer, self._layers = attending[-1], len(attending)
+        self._plan: tuple[tuple[int, int], Plan] | None = None
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        out = self._answer(call)
+        if call.layer == self._last_layer:
+            self.passes.append((self._kept / self._layers, self._hidden.clone()))
+            self._kept.zero_()
+            self._hidden.zero_()
+        return out
+
+    def _answer(self, call: AttentionCall) -> torch.Tensor:
+        count = call.query.shape[2]
+        layer = self.cache.layers[call.layer]
+        if not isinstance(layer, KeptLayer):
+            return self._windowed(call, self.kinds[call.layer], layer.get_seq_length())
+        if call.key.shape[2] != layer.keys.shape[2]:
+            raise RuntimeError(f"layer {call.layer} was updated but its attention saw other keys")
+        first = layer.seen - count
+        if not isinstance(self.strategy, EvictStrategy):
+            return self._full(call, layer, first)
+        if count == 1:
+            return self._one_token(call, layer, first)
+        return self._chunk(call, layer, first)
+
+    def _windowed(self, call: AttentionCall, kind: LayerKind, end: int) -> torch.Tensor:
+        """A sliding or chunked layer: its entries are the newest of ``end`` columns, in order."""
+        count, width = call.query.shape[2], call.key.shape[2]
+        query = torch.arange(end - count, end, device=call.key.device) - self.padding[:, None]
+        key = torch.arange(end - width, end, device=call.key.device) - self.padding[:, None]
+        mask = (key[:, None] >= 0) & (key[:, None] <= query[:, :, None])
+        window = kind.visible(query, key)
+        if window is not None:
+            mask = mask & window
+        self._kept += 1
+        return dense_attention(call, _never_empty(mask)[:, None])
+
+    def _full(self, call: AttentionCall, layer: KeptLayer, first: int) -> torch.Tensor:
+        rows, _, count, _ = call.query.shape
+        width = call.key.shape[2]
+        query = torch.arange(first, first + count, device=call.key.device) - self.padding[:, None]
+        key = torch.arange(width, device=call.key.device) - self.padding[:, None]
+        mask = (key[:, None] >= 0) & (key[:, None] <= query[:, :, None])
+        heads = layer.entries.alive.shape[1]
+        place = key[:, None].expand(rows, heads, width)
+        layer.entries = Entries(place, place >= 0, torch.zeros(rows, heads, width, device=key.device))
+        self._kept += 1
+        return dense_attention(call, _never_empty(mask)[:, None])
+
+    def _one_token(self, call: AttentionCall, layer: KeptLayer, column: int) -> torch.Tensor:
+        """The strategy as its paper states it: join, attend, observe, evict."""
+        strategy, stored = self.strategy, layer.entries
+        rows, query_heads = call.query.shape[:2]
+        heads = stored.alive.shape[1]
+        position = column - self.padding  # [B]; negative in padding
+        real = position >= 0
+        arrival = strategy.initial_score(position.clamp(min=0), call.layer, heads)
+        entries = Entries(
+            torch.cat([stored.position, position.clamp(min=0)[:, None, None].expand(rows, heads, 1)], -1),
+            torch.cat([stored.alive, real[:, None, None].expand(rows, heads, 1)], -1),
+            torch.cat([stored.score, arrival[..., None]], -1),
+        )
+        query, key = call.query, call.key
+        if strategy.rotates_to_cache_positions:
+            # Places in the cache: the rank of each kept entry in text order.
+            place = entries.alive.long().cumsum(-1) - 1
+            key = self.rotation.rotate(call.layer, key, torch.where(entries.alive, place - entries.position, 0))
+            newest = (place[:, :1, -1] - position[:, None]).clamp(max=0)
+            query = self.rotation.rotate(call.layer, query, newest[..., None])
+        width = key.shape[2]
+        logits = attention_logits(call, query, key).view(rows, heads, query_heads // heads, width)
+        aux = _grouped_aux(call, heads)
+        attention = masked_softmax(logits, entries.alive[:, :, None], aux)
+        out = weighted_values(attention.view(rows, query_heads, 1, width), call.value)
+        if strategy.needs_attention:
+            read = attention
+            if strategy.reads_full_rows:
+                # A simulation: nothing was freed, so attention over every earlier token exists.
+                every = torch.ones_like(entries.alive)
+                padding = torch.arange(width, device=real.device) < self.padding[:, None]
+                read = masked_softmax(logits, (every & ~padding[:, None])[:, :, None], aux)
+            score = strategy.observe(entries.score, read)
+            entries.score = torch.where(real[:, None, None], score, entries.score)
+        self._measure(entries.alive.sum(-1), position)
+        evicts, budget, recent, sinks = self._limits(position)
+        if evicts.any():
+            keep, score = strategy.keep(
+                entries.score, entries.position, entries.alive, position + 1, budget, recent, sinks
+            )
+            entries.alive = torch.where(evicts[:, None, None], keep, entries.alive)
+            entries.score = torch.where(evicts[:, None, None], score, entries.score)
+        layer.retain(entries, physical=strategy.physical_eviction)
+        return out
+
+    def _limits(self, position: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Does each row evict after the token at ``position`` [B], and to what limits?"""
+        limits, evicts = [], []
+        for row, place in zip(self.rows, position.tolist(), strict=True):
+            real = place >= 0
+            budget, recent, sinks = limits_for(self.strategy, row.compressed, [max(place, 0)])
+            limits.append((budget[0], recent[0], sinks[0]) if real else (NO_LIMIT, 0, 0))
+            in_dense = place < row.dense - 1
+            decodes = place >= row.dense
+            acts = not in_dense and (not decodes or row.dense == 0 or self.strategy.acts_while_decoding)
+            evicts.append(real and acts)
+        columns = torch.tensor(limits, device=position.device).T
+        return torch.tensor(evicts, device=position.device), *columns
+
+    def _chunk(self, call: AttentionCall, layer: KeptLayer, first: int) -> torch.Tensor:
+        count = call.query.shape[2]
+        if self._plan is None or self._plan[0] != (first, count):
+            self._plan = ((first, count), self._chunk_plan(first, count, call.key.device))
+        plan = self._plan[1]
+        scan = start_scan(plan, self.strategy, layer.entries, call.layer)
+        out, seen_by, _ = replay(scan, call, self.rotation)
+        position = plan.position[:, -1]
+        real = plan.segment[:, -1] >= 0
+        self._measure(seen_by[:, :, -1], torch.where(real, position, -1))
+        layer.retain(scan.current, physical=self.strategy.physical_eviction)
+        return out
+
+    def _chunk_plan(self, first: int, count: int, device) -> Plan:
+        """A plan whose rows are the chunk's tokens: padding, dense part, then the rest."""
+        rows = len(self.rows)
+        shape = (rows, count)
+        column = torch.arange(first, first + count)
+        padding = torch.tensor([r.padding for r in self.rows])
+        position = column - padding[:, None]
+        dense = torch.tensor([r.dense for r in self.rows])[:, None]
+        segment = torch.where(position < 0, -1, torch.where(position < dense, 0, 1)).int()
+        starts, stops, compress = [], [], []
+        for b, row in enumerate(self.rows):
+            ends = [min(max(row.padding + row.dense - first, 0), count), count]
+            begins = [min(max(row.padding - first, 0), count), max(ends[0], row.padding - first, 0)]
+            starts.append(begins)
+            stops.append(ends)
+            compress.append([0 < row.dense == first + ends[0] - row.padding, False])
+        limits = [
+            limits_for(self.strategy, row.compressed, place.clamp(min=0).tolist())
+            for row, place in zip(self.rows, position, strict=True)
+        ]
+        # A row that starts with its second segment takes the stored state, as the first does.
+        parent = [[-1, 0 if start[0] < stop[0] else -1] for start, stop in zip(starts, stops, strict=True)]
+        acts = [row.dense == 0 or self.strategy.acts_while_decoding for row in self.rows]
+
+        def limit(which: int) -> torch.Tensor:
+            return torch.tensor([x[which] for x in limits], dtype=torch.int32)
+
+        return Plan(
+            tokens=torch.zeros(shape, dtype=torch.long),
+            position=position.clamp(min=0),
+            segment=segment,
+            start=torch.tensor(starts, dtype=torch.int32),
+            stop=torch.tensor(stops, dtype=torch.int32),
+            parent=torch.tensor(parent, dtype=torch.int32),
+            dense=torch.tensor([[True, not a] for a in acts]),
+            compress=torch.tensor(compress),
+            budget=limit(0),
+            recent=limit(1),
+            sinks=limit(2),
+            counted=torch.zeros(shape, dtype=torch.bool),
+        ).to(device)
+
+    def _measure(self, visible: torch.Tensor, position: torch.Tensor) -> None:
+        """visible [B, H]: entries read by the query at ``position`` [B]."""
+        could = (position + 1).clamp(min=1)[:, None]
+        self._kept += (visible.double() / could).mean(1)
+        self._hidden |= (visible < could).any(1) & (position >= 0)
+
+    def measured_bytes(self) -> int:
+        """Bytes of keys and values held now, in every layer that stores entries."""
+        total = 0
+        for layer in self.cache.layers:
+            if isinstance(layer, KeptLayer):
+                total += layer.measured_bytes()
+            elif getattr(layer, "keys", None) is not None:
+                total += layer.keys.nbytes + layer.values.nbytes
+        return total
+
+
+def _never_empty(mask: torch.Tensor) -> torch.Tensor:
+    """Padding queries read something, so that no softmax row is empty. [B, n, W]."""
+    return mask | ~mask.any(-1, keepdim=True)

@@ -1,0 +1,160 @@
+"""A transformers model whose attention kvacc answers, checked against the model's own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+
+from kvacc.engine import attention
+from kvacc.engine.layers import layer_kinds, shares_latent
+from kvacc.engine.parallel import ParallelSession
+from kvacc.engine.plan import Plan, Request, build_rows, make_plan
+from kvacc.engine.rotary import Rotation, find_rotation
+from kvacc.engine.stepping import RowReading, StepSession
+from kvacc.errors import KvaccError
+from kvacc.strategy import Strategy
+
+
+class WrappedModel:
+    """A causal language model under kvacc's attention function.
+
+    Args:
+        model: any decoder that calls attention through transformers' interface.
+        check: compare with the model's own attention on a few tokens, so that a family
+            that is wired in another way is refused instead of being scored wrongly.
+
+    Attributes:
+        shares_trees: options of a document may share a row. False for models with
+            recurrent layers, or without explicit positions.
+
+    Raises:
+        KvaccError: the family does not call the interface, or computes something else.
+    """
+
+    def __init__(self, model, check: bool = True):
+        self.model = model.eval()
+        self.config = model.config.get_text_config(decoder=True)
+        self.family = self.config.model_type
+        if not model._can_set_attn_implementation():
+            raise KvaccError(
+                f"model family {self.family!r} does not call attention through transformers' interface, "
+                "so no strategy can act in it; use another family (README, 'Models')"
+            )
+        attention.register()
+        self.kinds = layer_kinds(model.config)
+        self.latent = shares_latent(model.config)
+        self._rotation: Rotation | None = None
+        accepts = inspect.signature(model.forward).parameters
+        recurrent = any(kind.name == "other" for kind in self.kinds)
+        self.shares_trees = "position_ids" in accepts and not recurrent
+        self.takes_positions = "position_ids" in accepts
+        own = self._own_logits() if check else None
+        model.set_attn_implementation(attention.NAME)
+        if check:
+            self._check(own)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def rotation_for(self, strategy: Strategy) -> Rotation | None:
+        """The model's rotary convention, found once, if ``strategy`` needs it."""
+        if not getattr(strategy, "rotates_to_cache_positions", False):
+            return None
+        if self._rotation is None:
+            full = [i for i, kind in enumerate(self.kinds) if kind.name == "full"]
+            self._rotation = find_rotation(self.model, full, self.latent)
+        return self._rotation
+
+    def parallel(
+        self, plan: Plan, strategy: Strategy, record: bool = False, reference: bool = False
+    ) -> tuple[torch.Tensor, ParallelSession]:
+        """One forward pass over a plan.
+
+        Returns:
+            logits [N, vocabulary] of the N counted queries in row order, and the session.
+        """
+        plan = plan.to(self.device)
+        rotation = self.rotation_for(strategy)
+        session = ParallelSession(plan, strategy, self.kinds, rotation, self.latent, record, reference)
+        arguments = {"position_ids": plan.position} if self.takes_positions else {}
+        with attention.active(session), _only(self.model, plan.counted), torch.inference_mode():
+            out = self.model(input_ids=plan.tokens, use_cache=False, **arguments)
+        self._require_calls(session.layers)
+        return out.logits[0], session
+
+    def step(self, strategy: Strategy, rows: Sequence[RowReading]) -> StepSession:
+        """A fresh session for decoding, with a cache of its own."""
+        return StepSession(
+            self.model.config, strategy, self.kinds, rows, self.rotation_for(strategy), self.latent, self.device
+        )
+
+    def _require_calls(self, layers: int) -> None:
+        expected = sum(kind.name != "other" for kind in self.kinds)
+        if layers != expected:
+            raise KvaccError(
+                f"model family {self.family!r} called attention {layers} times where {expected} layers attend; "
+                "its results cannot be trusted with any strategy"
+            )
+
+    def _probe_requests(self) -> list[tuple[int, Request]]:
+        """Two continuations of one prefix, long enough for small sliding windows."""
+        size = min(self.config.vocab_size - 1, 97)
+        prefix = [2 + (5 * i) % (size - 2) for i in range(12)]
+        tails = [[3, 4, 5], [6, 7, 8]]
+        return [
+            (i, Request((*prefix, *tail), tuple(tail), dense=0, compressed=len(prefix)))
+            for i, tail in enumerate(tails)
+        ]
+
+    def _own_logits(self) -> torch.Tensor:
+        """Logits [2, 3, vocabulary] of the probe by the model's own eager attention."""
+        self.model.set_attn_implementation("eager")
+        tokens = torch.tensor([r.tokens for _, r in self._probe_requests()], device=self.device)
+        with torch.inference_mode():
+            return self.model(input_ids=tokens, use_cache=False).logits[:, -3:].float()
+
+    def _check(self, own: torch.Tensor) -> None:
+        from kvacc.strategy import make_strategy
+
+        full = make_strategy("full")
+        exact = self.model.dtype == torch.float32
+        # Half precision: another order of sums moves logits by a few of their last bits.
+        allowed = 1e-3 if exact else 0.1 * float(own.std()) + 1e-3
+        for share in (True, False) if self.shares_trees else (False,):
+            rows = build_rows(self._probe_requests(), share)
+            logits, _ = self.parallel(make_plan(rows, full), full)
+            difference = float((logits.float().view_as(own) - own).abs().max())
+            if difference <= allowed:
+                self.shares_trees = share
+                return
+        raise KvaccError(
+            f"model family {self.family!r} computes something else through kvacc's attention than by itself "
+            f"(largest logit difference {difference:.3g}, allowed {allowed:.3g}); it is not supported"
+        )
+
+
+class _only:
+    """Let the output embedding see the counted positions only: [B, T, D] -> [1, N, D].
+
+    The vocabulary projection is a large share of a small model's work, and models that
+    scale or cap their logits afterwards do so elementwise, so nothing else changes.
+    """
+
+    def __init__(self, model, counted: torch.Tensor):
+        self.head = model.get_output_embeddings()
+        self.counted = counted
+
+    def __enter__(self) -> None:
+        self.handle = self.head.register_forward_pre_hook(self._gather)
+
+    def __exit__(self, *exc) -> None:
+        self.handle.remove()
+
+    def _gather(self, module, arguments):
+        hidden = arguments[0]
+        if hidden.shape[:2] != self.counted.shape:
+            raise RuntimeError(f"output embedding got {tuple(hidden.shape)}, expected {tuple(self.counted.shape)}")
+        return (hidden[self.counted][None], *arguments[1:])

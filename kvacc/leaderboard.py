@@ -1,0 +1,319 @@
+"""The leaderboard as people and programs read it: terminal table, Markdown, CSV, JSON.
+
+    rows = build(read_cells(["results/quickstart"]))
+    console.print(render_table(rows))
+    write(rows, "leaderboard/quickstart")
+
+The same rows give the same bytes: nothing here knows the time or the machine.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvacc.errors import KvaccError
+from kvacc.leaderboard_rows import DID_NOT_ACT, NOT_SIGNIFICANT, Average, Row, averages, build
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["Average", "Row", "averages", "build", "render_table", "to_csv", "to_json", "to_markdown", "write"]
+
+NO_VALUE = "-"
+FILES = ("leaderboard.md", "leaderboard.csv", "leaderboard.json")
+_GAPS = (2, 1)
+"""Blanks between columns: the first that fits."""
+
+_EXPLANATION = """\
+Scores are in percent with their standard error. `difference` is the score minus the full cache's \
+on the same items, in points, with a 95 % interval; `ns` marks an interval that spans 0, `-` a row \
+that cannot be compared. `flips` counts items lost / gained. `kept` is the measured share of KV \
+entries visible to a query, `sparsity` the rest; `acted` is the share of items on which the strategy \
+hid an entry; `out of reach` is the share of scored tokens predicted before any compression. `rank` \
+orders rows of one budget and protocol that keep equally much; other rows are not ranked.
+"""
+
+
+class Column(NamedTuple):
+    """One column of the tables."""
+
+    title: str
+    cell: Callable[[Row], str]
+    to_right: bool = True
+
+
+def render_table(rows: Sequence[Row], width: int | None = None) -> Table:
+    """A terminal table: one block per model, task and shots, then averages and a legend.
+
+    Args:
+        rows: from :func:`build`.
+        width: columns of the terminal, by default the present one's. Where it is too
+            narrow, sparsity, out of reach, flips, rank and acted are left out, in this order.
+    """
+    import rich
+    from rich.table import Table
+    from rich.text import Text
+
+    width = width or rich.get_console().width
+    marks = _marks(rows)
+    columns, gap = _fitting_columns(rows, marks, width)
+    widths = [_natural_width(column, rows) for column in columns]
+    # What is still too wide is taken from the strategy's name, the only column that folds.
+    widths[0] -= max(0, sum(widths) + gap * (len(widths) - 1) - width)
+    widths[0] = max(widths[0], len(columns[0].title))
+    page = Table.grid(padding=0)
+    page.add_column(overflow="fold")
+    for _, members in itertools.groupby(rows, key=lambda row: row.group):
+        block = list(members)
+        page.add_row(Text(_heading(block[0]), style="bold"))
+        page.add_row(_block_table(block, columns, widths, gap))
+        page.add_row("")
+    for heading, group in itertools.groupby(averages(rows), key=_tasks_averaged):
+        page.add_row(Text(f"average of {heading}", style="bold"))
+        page.add_row(_averages_table(list(group), gap))
+        page.add_row("")
+    for note, mark in marks.items():
+        page.add_row(Text(f"{mark}: {note}", style="dim"))
+    return page
+
+
+def write(rows: Sequence[Row], folder: str | Path) -> list[Path]:
+    """Write leaderboard.md, .csv and .json; each file is replaced in one step.
+
+    Returns:
+        The three files.
+
+    Raises:
+        KvaccError: the folder cannot be written.
+    """
+    folder = Path(folder)
+    texts = (to_markdown(rows), to_csv(rows), to_json(rows))
+    written = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in zip(FILES, texts, strict=True):
+            path = folder / name
+            temporary = folder / f".{name}.{os.getpid()}.{secrets.token_hex(4)}"
+            try:
+                temporary.write_text(text, encoding="utf-8", newline="\n")
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+            written.append(path)
+    except OSError as error:
+        raise KvaccError(
+            f"cannot write the leaderboard to {folder}: {error.strerror or error}; choose another folder"
+        ) from None
+    return written
+
+
+def to_markdown(rows: Sequence[Row]) -> str:
+    """The whole leaderboard as Markdown, every column and note in words."""
+    lines = ["# Leaderboard", "", _EXPLANATION]
+    columns = [*_COLUMNS, Column("notes", lambda row: "; ".join(row.notes) or NO_VALUE, to_right=False)]
+    for _, members in itertools.groupby(rows, key=lambda row: row.group):
+        block = list(members)
+        lines += [f"## {_escaped(_heading(block[0]))}", ""]
+        lines += _markdown_table(
+            [column.title for column in columns],
+            [[column.cell(row) for column in columns] for row in block],
+            [column.to_right for column in columns],
+        )
+        lines.append("")
+    entries = averages(rows)
+    if entries:
+        lines += ["## Averages over tasks, each counting once", ""]
+        lines += _markdown_table(
+            ["tasks", *_AVERAGE_TITLES],
+            [[_tasks_averaged(entry), *_average_cells(entry)] for entry in entries],
+            [False, *_AVERAGE_TO_RIGHT],
+        )
+        lines.append("")
+    lines += ["## Strategies as run", ""]
+    lines += [f"* `{text}`" for text in sorted({row.strategy_repr for row in rows})]
+    return "\n".join(lines) + "\n"
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    """One line per row, every field of :class:`Row`; options as JSON, notes joined by semicolons."""
+    output = io.StringIO()
+    writer = csv.DictWriter(output, fieldnames=list(Row.model_fields), lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        values = row.model_dump(mode="json")
+        values["options"] = json.dumps(values["options"], sort_keys=True)
+        values["notes"] = "; ".join(row.notes)
+        writer.writerow(values)
+    return output.getvalue()
+
+
+def to_json(rows: Sequence[Row]) -> str:
+    """``{"schema_version", "rows", "averages"}``, every field of :class:`Row` and :class:`Average`."""
+    content = {
+        "schema_version": 1,
+        "rows": [row.model_dump(mode="json") for row in rows],
+        "averages": [entry.model_dump(mode="json") for entry in averages(rows)],
+    }
+    return json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}%" if share in (0, 1) else f"{100 * share:.1f}%"
+
+
+def _score(row: Row) -> str:
+    digits = 1 if row.scale == 100 else 3
+    value = f"{row.scale * row.score:.{digits}f}"
+    return value if row.stderr is None else f"{value} ± {row.scale * row.stderr:.{digits}f}"
+
+
+def _difference(row: Row) -> str:
+    if row.difference is None:
+        return "baseline" if row.is_full else NO_VALUE
+    return _interval(row.difference, row.difference_low, row.difference_high, 1 if row.scale == 100 else 3)
+
+
+def _interval(value: float, low: float, high: float, digits: int = 1) -> str:
+    """``-2.1 [-4.0, -0.3]``, with `` ns`` when it spans 0."""
+    ends = f"{value:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
+    return f"{ends} ns" if low <= 0 <= high else ends
+
+
+def _flips(row: Row) -> str:
+    return NO_VALUE if row.flips_lost is None else f"{row.flips_lost}/{row.flips_gained}"
+
+
+def _acted(row: Row) -> str:
+    return NO_VALUE if row.is_full else _percent(row.acted_share)
+
+
+_COLUMNS = (
+    Column("strategy", lambda row: row.label, to_right=False),
+    Column("budget", lambda row: row.budget or NO_VALUE),
+    Column("protocol", lambda row: row.protocol, to_right=False),
+    Column("score", _score),
+    Column("difference", _difference),
+    Column("flips", _flips),
+    Column("kept", lambda row: _percent(row.kept_fraction)),
+    Column("sparsity", lambda row: _percent(row.sparsity)),
+    Column("acted", _acted),
+    Column("out of reach", lambda row: _percent(row.unreachable_share)),
+    Column("rank", lambda row: NO_VALUE if row.rank is None else str(row.rank)),
+)
+# From the least needed on; partial acting has a note, and ranks follow from the order.
+_DROPPED_FIRST = ("sparsity", "out of reach", "flips", "rank", "acted")
+
+
+def _fitting_columns(rows: Sequence[Row], marks: dict[str, str], width: int) -> tuple[list[Column], int]:
+    """The columns that fit, and the blanks between them."""
+    columns = [*_COLUMNS, Column("note", lambda row: _marks_of(row, marks), to_right=False)]
+    if not any(row.unreachable_share for row in rows):
+        columns = [column for column in columns if column.title != "out of reach"]
+    for title in (None, *_DROPPED_FIRST):
+        columns = [column for column in columns if column.title != title]
+        for gap in _GAPS:
+            if sum(_natural_width(column, rows) + gap for column in columns) - gap <= width:
+                return columns, gap
+    return columns, _GAPS[-1]
+
+
+def _natural_width(column: Column, rows: Sequence[Row]) -> int:
+    return max([len(column.title), *(len(column.cell(row)) for row in rows)])
+
+
+def _block_table(block: list[Row], columns: list[Column], widths: list[int], gap: int) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim")
+    for column, width in zip(columns, widths, strict=True):
+        table.add_column(
+            column.title, justify="right" if column.to_right else "left", width=width, overflow="fold"
+        )
+    for row in block:
+        table.add_row(
+            *(Text(column.cell(row)) for column in columns),
+            style="dim" if row.why_no_difference == DID_NOT_ACT else None,
+        )
+    return table
+
+
+def _marks(rows: Sequence[Row]) -> dict[str, str]:
+    """A short mark per note: a, b, ... z, aa; ``ns`` stands beside the interval already."""
+    notes = dict.fromkeys(note for row in rows for note in row.notes if note != NOT_SIGNIFICANT)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    names = ("".join(name) for size in (1, 2, 3) for name in itertools.product(letters, repeat=size))
+    return dict(zip(notes, names, strict=False))
+
+
+def _marks_of(row: Row, marks: dict[str, str]) -> str:
+    between = "" if all(len(mark) == 1 for mark in marks.values()) else " "
+    return between.join(marks[note] for note in row.notes if note in marks)
+
+
+def _heading(row: Row) -> str:
+    shots = "task's own shots" if row.shots is None else f"{row.shots}-shot"
+    kind = "smoke test, " if row.kind == "smoke" else ""
+    chance = "unknown" if row.chance is None else f"{row.scale * row.chance:.1f}"
+    return (
+        f"{row.model} ({row.dtype}), {row.task}, {shots}: {kind}{row.items} items, {row.metric}, "
+        f"chance {chance}, data: {row.source}"
+    )
+
+
+def _tasks_averaged(entry: Average) -> str:
+    shots = "the task's own shots" if entry.shots is None else f"{entry.shots}-shot"
+    kind = "smoke-test" if entry.kind == "smoke" else entry.kind
+    chance = f" (full at chance on {', '.join(entry.tasks_at_chance)})" if entry.tasks_at_chance else ""
+    count = f"{len(entry.tasks)} {kind} tasks"
+    return f"{entry.model} ({entry.dtype}), {shots}, {count}: {', '.join(entry.tasks)}{chance}"
+
+
+_AVERAGE_TITLES = ("strategy", "budget", "protocol", "score", "difference", "kept")
+_AVERAGE_TO_RIGHT = (False, True, False, True, True, True)
+
+
+def _average_cells(entry: Average) -> list[str]:
+    if entry.why_none is not None:
+        difference = f"{NO_VALUE} ({entry.why_none})"
+    elif entry.difference is None:
+        difference = "baseline"
+    else:
+        difference = _interval(entry.difference, entry.difference_low, entry.difference_high)
+    return [
+        entry.label,
+        entry.budget or NO_VALUE,
+        entry.protocol,
+        NO_VALUE if entry.score is None else f"{entry.score:.1f}",
+        difference,
+        NO_VALUE if entry.kept_fraction is None else _percent(entry.kept_fraction),
+    ]
+
+
+def _averages_table(entries: list[Average], gap: int) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim")
+    for title, right in zip(_AVERAGE_TITLES, _AVERAGE_TO_RIGHT, strict=True):
+        table.add_column(title, justify="right" if right else "left", overflow="fold")
+    for entry in entries:
+        table.add_row(*(Text(cell) for cell in _average_cells(entry)))
+    return table
+
+
+def _markdown_table(titles: list[str], lines: list[list[str]], to_right: list[bool]) -> list[str]:
+    rule = ["--:" if right else ":--" for right in to_right]
+    return ["| " + " | ".join(_escaped(cell) for cell in line) + " |" for line in (titles, rule, *lines)]
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")

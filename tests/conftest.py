@@ -1,0 +1,82 @@
+"""Settings and fixtures for every test: no network, no surprises from the user's environment."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports huggingface_hub, which reads them once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.pop("KVACC_DATA_DIR", None)
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` are skipped where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def tiny_llama(**changes):
+    """A random Llama of 2 layers with 4 query and 2 KV heads, the same on every call."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings = {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).eval()
+
+
+@pytest.fixture(scope="session")
+def tiny_model():
+    """Shared by all tests: do not change it."""
+    return tiny_llama()
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """A checkpoint folder of the tiny model with a byte-level tokenizer, as save_pretrained writes it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<unk>", "<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    tiny_llama(vocab_size=len(vocabulary), max_position_embeddings=2048).save_pretrained(folder)
+    wrapped.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder():
+    """The embedded model's checkpoint (for tests marked slow: converting it takes half a minute)."""
+    from kvacc.embedded_model import EMBEDDED, checkpoint
+    from kvacc.errors import KvaccError
+
+    try:
+        return checkpoint(EMBEDDED["smollm2-135m"])
+    except KvaccError as error:
+        pytest.skip(str(error))
