@@ -341,6 +341,7 @@ class KvaccLM(HFLM):
             kept_fraction=score.kept_fraction,
             acted=score.hidden,
             unreachable_tokens=prepared.unreachable if self.strategy.has_budget else 0,
+            bos_tokens=request.tokens.count(self.tokenizer.bos_token_id),
             loglikelihood=score.loglikelihood,
             greedy=score.greedy,
         )
@@ -423,8 +424,7 @@ class KvaccLM(HFLM):
         out = []
         each = len(tokens) // len(instances)
         for b, (instance, full, prompt, row) in enumerate(zip(instances, prompts, kept, rows, strict=True)):
-            text = self.tok_decode(tokens[b * each, width:].tolist())
-            text = postprocess_generated_text(text, until, think_end_token=self.think_end_token)
+            text = self._text(tokens[b * each, width:].tolist(), until)
             one = measured[b]
             record = RequestRecord(
                 task=instance.task_name,
@@ -439,9 +439,19 @@ class KvaccLM(HFLM):
                 acted=one.hidden,
                 # The first token comes from the prompt's last query.
                 unreachable_tokens=int(row.dense >= len(prompt) and self.strategy.has_budget),
+                bos_tokens=prompt.count(self.tokenizer.bos_token_id),
             )
             out.append((text, record))
         return out
+
+    def _text(self, tokens: list[int], until: list[str]) -> str:
+        """The answer: thinking and stop sequences cut off as lm-eval does."""
+        end = self.think_end_token
+        if isinstance(end, int):
+            if end in tokens:
+                tokens = tokens[len(tokens) - tokens[::-1].index(end) :]
+            return postprocess_generated_text(self.tok_decode(tokens).lstrip(), until, think_end_token=None)
+        return postprocess_generated_text(self.tok_decode(tokens), until, think_end_token=end)
 
     def _prompt(self, instance: Instance) -> list[int]:
         return self.tok_encode(instance.args[0]) or [self.prefix_token_id]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import logging
 import math
 import numbers
 import random
@@ -50,7 +51,7 @@ def evaluate_cell(
 
     Args:
         spec: what to run; its model is the one that ``lm`` holds.
-        lm: a backend with ``use``, ``records`` and ``clear_records``.
+        lm: a backend with ``use``, ``records``, ``clear_records`` and ``num_fewshot``.
         task: from ``task_catalog.load_tasks``, with the number of shots set.
         model_fingerprint: what ``kvacc.models.fingerprint`` says, if known already.
 
@@ -66,12 +67,14 @@ def evaluate_cell(
     info = task_catalog.find_task(spec.task)
     require_shots(spec, task)
     lm.use(spec.strategy, spec.protocol, spec.tail_tokens)
+    # Where the context segment of a prompt ends depends on how many examples it begins with.
+    lm.num_fewshot = spec.shots
     lm.clear_records()
     # The sampler is one random stream: without this, a second cell would get other prompts.
     task.set_fewshot_seed(spec.seed)
     started = datetime.datetime.now(datetime.UTC)
     begin = time.perf_counter()
-    with _without_lm_eval_bars():
+    with _quiet_lm_eval():
         outcome = evaluate(
             lm=lm,
             task_dict={"tasks": {spec.task: task}, "groups": {}},
@@ -289,11 +292,15 @@ def _scores(
 def _add_metric_columns(
     rows: Sequence[dict[str, Any]], values: dict[str, dict[int, Any]], scores: dict[str, Score]
 ) -> None:
-    """``metric_<name>`` for every metric that averages over documents, so that cells can be paired."""
+    """``metric_<name>`` for every metric that averages over documents, so that cells can be paired.
+
+    Null where a document has no part in the metric, such as the accuracy at another depth.
+    """
     for metric, score in scores.items():
         if is_mean(list(values[metric].values()), score.value):
             for row in rows:
-                row[METRIC_PREFIX + metric] = float(values[metric][row["doc_id"]])
+                value = values[metric].get(row["doc_id"])
+                row[METRIC_PREFIX + metric] = None if value is None else float(value)
 
 
 def _primary_metric(preferred: str | None, scores: dict[str, Score]) -> str:
@@ -343,13 +350,18 @@ def _warnings(spec: CellSpec, info: Any, measured: MeasuredRecord, documents: in
 
 
 @contextlib.contextmanager
-def _without_lm_eval_bars() -> Iterator[None]:
-    """lm-eval draws a bar of its own while it builds prompts, through the sweep's display."""
+def _quiet_lm_eval() -> Iterator[None]:
+    """Hold back two things that would break up the sweep's display: lm-eval's own bar while it
+    builds prompts, and its warning that metrics per depth cover only the documents at that depth."""
     import lm_eval.api.task as module
 
-    drawn = module.tqdm
+    bar = module.tqdm
+    logger = logging.getLogger("lm_eval.evaluator_utils")
+    level = logger.level
     module.tqdm = lambda documents, *args, **kwargs: documents
+    logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        module.tqdm = drawn
+        module.tqdm = bar
+        logger.setLevel(level)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+LM_EVAL_DEFAULT_DEVICE = "cuda:0"
+"""lm-eval's command line passes it on when nobody named a device, so it is no wish for one."""
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -60,7 +63,8 @@ def default_device() -> str:
 
 
 def resolve_device(device: str | None) -> str:
-    """``device``, or the default one for None or ``auto``.
+    """``device``, or the default one for None or ``auto``; for lm-eval's default device too,
+    where there is no CUDA at all.
 
     Raises:
         KvaccError: not a device, or one that this machine lacks.
@@ -73,6 +77,8 @@ def resolve_device(device: str | None) -> str:
         kind = torch.device(device)
     except RuntimeError:
         raise KvaccError(f"device {device!r} is not a device; give cpu, cuda, cuda:N, mps or auto") from None
+    if device == LM_EVAL_DEFAULT_DEVICE and not torch.cuda.is_available():
+        return default_device()
     if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
         raise KvaccError(
             f"device {device!r} is not on this machine (CUDA devices found: {torch.cuda.device_count()}); "

@@ -31,5 +31,8 @@ class RequestRecord:
     """The strategy hid at least one entry from at least one scored query."""
     unreachable_tokens: int
     """Scored tokens whose distribution came from an uncompressed prefill."""
+    bos_tokens: int = 0
+    """Beginning-of-sequence tokens in the prompt. 0 or 2 where a model expects 1 changes
+    its scores, and which token is the first attention sink."""
     loglikelihood: float | None = None
     greedy: bool | None = None

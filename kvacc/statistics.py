@@ -144,11 +144,15 @@ def tango_interval(lost: int, gained: int, items: int, confidence: float = 0.95)
         raise KvaccError(f"flips ({lost}, {gained}) of {items} items is impossible")
     critical = _normal_quantile(confidence)
     estimate = (gained - lost) / items
-    low = -1.0 if estimate == -1 else _bisect(
-        lambda d: tango_statistic(lost, gained, items, d) - critical, -1.0, estimate
+    low = (
+        -1.0
+        if estimate == -1
+        else _bisect(lambda d: tango_statistic(lost, gained, items, d) - critical, -1.0, estimate)
     )
-    high = 1.0 if estimate == 1 else _bisect(
-        lambda d: tango_statistic(lost, gained, items, d) + critical, estimate, 1.0
+    high = (
+        1.0
+        if estimate == 1
+        else _bisect(lambda d: tango_statistic(lost, gained, items, d) + critical, estimate, 1.0)
     )
     return low, high
 

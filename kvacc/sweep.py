@@ -253,12 +253,13 @@ def _refuse_other_run(folder: Path, run: dict[str, Any], extend: bool) -> list[d
     Raises:
         KvaccError: it holds another configuration's run, or is no folder.
     """
-    if folder.exists() and not folder.is_dir():
-        raise KvaccError(f"output folder {folder} is a file; choose another --output")
     path = folder / RUN_FILE
-    if not path.exists():
-        return []
-    known = _read_run(path)
+    with _explained_writing(folder):
+        if folder.exists() and not folder.is_dir():
+            raise KvaccError(f"output folder {folder} is a file; choose another --output")
+        if not path.exists():
+            return []
+        known = _read_run(path)
     if not extend and not _is_among(run, known):
         raise KvaccError(
             f"{folder} holds a run of another configuration ({_difference(known, run)}); "
@@ -348,8 +349,10 @@ def _shown(flat: dict[str, Any], key: str) -> str:
     return json.dumps(flat[key]) if key in flat else "absent"
 
 
-def _refuse_changed_documents(finished: dict[str, results.Cell], tasks: dict[tuple[str, int], Task]) -> None:
-    prints = {name: task_catalog.data_fingerprint(task) for (name, _), task in tasks.items()}
+def _refuse_changed_documents(
+    finished: dict[str, results.Cell], tasks: dict[tuple[str, int], Task], limit: int | None
+) -> None:
+    prints = {name: task_catalog.data_fingerprint(task, limit) for (name, _), task in tasks.items()}
     for cell in finished.values():
         now = prints.get(cell.task.name)
         if now is not None and now != cell.task.data_fingerprint:

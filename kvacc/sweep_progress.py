@@ -108,8 +108,10 @@ class SweepProgress:
 
 
 def as_duration(seconds: float) -> str:
-    """``45 s``, ``3 min 20 s``, ``2 h 05 min``."""
-    seconds = max(0, round(seconds))
+    """``4.2 s``, ``45 s``, ``3 min 20 s``, ``2 h 05 min``."""
+    if seconds < 9.95:
+        return f"{max(0.0, seconds):.1f} s"
+    seconds = round(seconds)
     if seconds < 60:
         return f"{seconds} s"
     if seconds < 3600:

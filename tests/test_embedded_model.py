@@ -269,6 +269,6 @@ def test_the_real_model(smollm2_folder):
     model, tokenizer = load_model("smollm2-135m", device="cpu"), load_tokenizer("smollm2-135m")
     assert model.config.num_hidden_layers == 30 and model.config.num_key_value_heads == 3
     assert "<|im_start|>" in tokenizer.chat_template
-    ids = tokenizer("Question: What is the capital of France?\nAnswer:", return_tensors="pt")
+    ids = tokenizer("Question: What colour is the sky?\nAnswer:", return_tensors="pt")
     output = model.generate(**ids, max_new_tokens=8, do_sample=False)
-    assert "Paris" in tokenizer.decode(output[0])
+    assert "blue" in tokenizer.decode(output[0])

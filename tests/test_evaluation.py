@@ -38,7 +38,7 @@ def test_a_cell_holds_what_was_asked_for_what_came_out_and_every_request():
     spec = spec_of(strategy={"name": "h2o", "budget": 3}, protocol="context", tail_tokens=7)
     lm = FakeLM()
     cell = run(spec, lm)
-    assert lm.used == [(spec.strategy, "context", 7)]
+    assert lm.used == [(spec.strategy, "context", 7)] and lm.num_fewshot == 0
     assert cell.cell_id == spec.cell_id
     assert cell.spec.strategy == "h2o" and cell.spec.budget == "3" and cell.spec.limit == ITEMS
     assert cell.spec.options == {"recent_fraction": 0.5, "scores": "renormalised", "aggregate": "mean"}
@@ -62,7 +62,7 @@ def test_a_written_cell_reads_back(tmp_path):
 
 
 def test_scores_are_those_of_the_options_that_the_backend_preferred():
-    cell = run(spec_of())
+    cell = run(spec_of("kvacc_mini_piqa"))
     correct = []
     for doc_id in range(ITEMS):
         options = [row for row in cell.samples if row["doc_id"] == doc_id]
@@ -137,6 +137,10 @@ def test_generated_answers_are_kept_and_scored():
     assert cell.scores[cell.task.primary_metric].value == pytest.approx(2 / 6)
     assert [row["response"] == "nothing" for row in cell.samples] == [False, True, True] * 2
     assert {row["loglikelihood"] for row in cell.samples} == {None}
+    # A metric of one depth covers the documents at that depth only.
+    at_depth = [row["metric_exact_match_depth_10"] for row in cell.samples]
+    assert at_depth == [1.0, None, None] * 2
+    assert results.samples_table(cell.samples)["metric_exact_match_depth_10"].null_count == 4
 
 
 def test_a_wrong_number_of_shots_or_too_many_are_refused():
@@ -160,10 +164,11 @@ def test_a_missing_record_is_a_defect_and_never_a_score():
         run(spec_of(), Forgetful())
 
 
-def test_lm_eval_draws_no_bar_of_its_own(capsys):
-    run(spec_of())
+def test_lm_eval_draws_no_bar_of_its_own_and_is_left_as_it_was(capsys, caplog):
+    run(spec_of("kvacc_passkey_generate", limit=3))
     captured = capsys.readouterr()
     assert "it/s" not in captured.err and "it/s" not in captured.out
+    assert not caplog.records
     import lm_eval.api.task
     import tqdm
 

@@ -400,7 +400,7 @@ def test_protocols_are_ranked_apart_and_non_causal_rows_not_at_all():
         ("recent", "stream"): 2,
         ("h2o", "context"): 1,
         ("recent", "context"): 2,
-        ("h2o scores=global", "stream"): None,
+        ("h2o scores=global (non-causal)", "stream"): None,
     }
 
 
@@ -451,6 +451,13 @@ def test_no_average_unless_every_task_is_there_and_compared():
     h2o = next(a for a in idle if a.label == "h2o")
     assert (h2o.difference, h2o.why_none) == (None, "did not act on copa")
     assert "did not act on copa" in text_of(build(two_tasks(acted=0)), 120)
+
+
+def test_averages_of_a_non_causal_strategy_say_so_too():
+    cells = two_tasks()
+    for cell in cells[2:]:
+        cell.strategy.causal = False
+    assert "h2o (non-causal)" in {entry.label for entry in averages(build(cells))}
 
 
 def test_kinds_of_tasks_are_not_averaged_together():

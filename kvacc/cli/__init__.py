@@ -25,6 +25,7 @@ COMMANDS = {
 @click.group(
     cls=LazyGroup,
     commands_table=COMMANDS,
+    resumable=["run"],
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Start with: kvacc run quickstart",
 )

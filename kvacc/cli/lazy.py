@@ -22,11 +22,19 @@ class LazyGroup(click.Group):
     Args:
         commands_table: command name -> (``"module:attribute"``, short help). The short
             help is here so that listing the commands imports none of them.
+        resumable: commands that go on where they were interrupted.
     """
 
-    def __init__(self, *args: Any, commands_table: Mapping[str, tuple[str, str]], **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        commands_table: Mapping[str, tuple[str, str]],
+        resumable: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
         self.commands_table = commands_table
+        self.resumable = resumable
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands_table)
@@ -60,13 +68,13 @@ class LazyGroup(click.Group):
             error.show()
             sys.exit(error.exit_code)
         except (KvaccError, click.ClickException) as error:
-            if "--debug" in arguments[: _first_word(arguments)]:
+            if "--debug" in arguments[: _command_index(arguments)]:
                 raise
             if isinstance(error, click.ClickException):
                 _fail(error.format_message(), error.exit_code)
             _fail(str(error), USAGE_ERROR)
         except (KeyboardInterrupt, click.Abort):
-            click.echo("interrupted; run the same command again to resume", err=True)
+            click.echo(f"interrupted{self._how_to_go_on(arguments)}", err=True)
             sys.exit(INTERRUPTED)
         except OSError as error:
             if error.errno != errno.EPIPE:
@@ -76,9 +84,13 @@ class LazyGroup(click.Group):
             sys.exit(1)
         sys.exit(result if isinstance(result, int) else 0)
 
+    def _how_to_go_on(self, arguments: list[str]) -> str:
+        command = arguments[_command_index(arguments) :][:1]
+        return "; run the same command again to resume" if command and command[0] in self.resumable else ""
 
-def _first_word(arguments: list[str]) -> int:
-    """Index of the command's name, so that options after it are not taken for ours."""
+
+def _command_index(arguments: list[str]) -> int:
+    """Place of the command's name: options after it are not the group's."""
     return next((i for i, word in enumerate(arguments) if not word.startswith("-")), len(arguments))
 
 

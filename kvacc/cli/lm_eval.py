@@ -9,6 +9,7 @@ would be given the first one's answers.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import tempfile
@@ -102,7 +103,8 @@ def our_tasks(data_dir: str | None) -> Iterator[None]:
             given = include_path or []
             given = [given] if isinstance(given, (str, Path)) else list(given)
             # Later folders win, so what the user gives comes last.
-            super().__init__(*args, include_path=[str(ours), *given], **options)
+            with _without_override_warnings(ours):
+                super().__init__(*args, include_path=[str(ours), *given], **options)
 
     with tempfile.TemporaryDirectory(prefix="kvacc-tasks-") as folder:
         ours = write_task_yamls(folder, data_dir)
@@ -111,6 +113,22 @@ def our_tasks(data_dir: str | None) -> Iterator[None]:
             yield
         finally:
             tasks.TaskManager = original
+
+
+@contextlib.contextmanager
+def _without_override_warnings(folder: Path) -> Iterator[None]:
+    """Holds back lm-eval's warning for each benchmark that comes from the data folder, as asked."""
+    logger = logging.getLogger("lm_eval.tasks._index")
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        task, overrides, _ = record.getMessage().partition(" overrides existing task")
+        return not (overrides and f"from {folder}" in task)
+
+    logger.addFilter(is_wanted)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_wanted)
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ class AttentionCall:
     """One layer's attention as the model asks for it.
 
     Args:
+        module: the model's attention module.
         layer: index of the layer.
         query: [B, Q, n, D]; key: [B, K, W, D]; value: [B, K, W, V], rotated.
         scaling: factor of the logits.
@@ -43,7 +44,8 @@ class AttentionCall:
         aux: [Q] GPT-OSS's attention-sink logits, or None.
     """
 
-    def __init__(self, layer, query, key, value, scaling, softcap, aux):
+    def __init__(self, module, layer, query, key, value, scaling, softcap, aux):
+        self.module: torch.nn.Module = module
         self.layer: int = layer
         self.query: torch.Tensor = query
         self.key: torch.Tensor = key
@@ -73,6 +75,7 @@ def kvacc_attention(module, query, key, value, attention_mask, scaling=None, dro
         # Without a session there is no mask: answering would let tokens read the future.
         raise RuntimeError("a model with kvacc attention was called outside a kvacc session")
     call = AttentionCall(
+        module,
         module.layer_idx,
         query,
         key,

@@ -11,13 +11,27 @@ from dataclasses import dataclass
 
 import torch
 
+from kvacc.errors import KvaccError
+
 
 @dataclass(frozen=True)
 class LayerKind:
-    """``full``, ``sliding`` (a window of tokens), ``chunked`` or ``other`` (no entries)."""
+    """``full``, ``sliding`` (a window of tokens), ``chunked`` or ``other`` (no entries).
+
+    A ``full`` kind with a window is a sliding layer treated as full, which is right up to
+    that many tokens; see :meth:`require_length`.
+    """
 
     name: str
     window: int = 0
+
+    def require_length(self, tokens: int) -> None:
+        """Raise KvaccError when a layer treated as full would have to slide."""
+        if self.name == "full" and self.window and tokens > self.window:
+            raise KvaccError(
+                f"{tokens} tokens exceed the model's sliding window of {self.window}: its layers would evict by "
+                "themselves, beside the strategy; use shorter texts or strategy=full"
+            )
 
     def visible(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
         """bool [..., n, W]: may the query at a position read the key at another, as far

@@ -49,12 +49,14 @@ class ParallelSession:
         self.hidden = torch.zeros_like(plan.counted)
         self.layers = 0
         self.decisions: dict[int, torch.Tensor] = {}
+        self._longest = int(plan.position.max()) + 1
         self._masks: dict[LayerKind, torch.Tensor] = {}
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         kind = self.kinds[call.layer]
         self.layers += 1
         if kind.name == "full" and isinstance(self.strategy, EvictStrategy):
+            kind.require_length(self._longest)
             if not self.strategy.causal:
                 return self._from_all_queries(call)
             return self._replay(call)

@@ -2,13 +2,14 @@
 
 Families differ in the pairing of dimensions, the share that is rotated, the
 frequencies, and whether a layer is rotated at all. Instead of a table of families,
-:func:`find_rotation` asks the model: it reads a sequence of one repeated token, whose
-hidden states are equal at every position in every layer, so the keys of a layer may
-differ by their rotation only, and checks which convention explains that.
+:func:`find_rotation` asks the model: every attention layer is given the same input at
+all positions, so that the keys of a layer can differ by their rotation only, and the
+convention that explains the difference is the model's.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,8 @@ PAIRINGS = ("half", "interleaved")
 
 @dataclass(frozen=True)
 class Rotation:
-    """How each full-attention layer rotates: layer -> (pairing, frequencies) or None."""
+    """How each full-attention layer rotates: layer -> (pairing, frequencies), or None in a
+    layer without positions (Llama 4, Cohere 2), where moving a key changes nothing."""
 
     layers: dict[int, tuple[str, torch.Tensor] | None]
 
@@ -46,12 +48,14 @@ def _rotate(x: torch.Tensor, by: torch.Tensor, pairing: str, frequencies: torch.
 
 
 class _Recorder:
-    """A session with full causal attention that keeps the keys of every layer."""
+    """A session with full causal attention that keeps the module and keys of every layer."""
 
     def __init__(self) -> None:
+        self.modules: dict[int, torch.nn.Module] = {}
         self.keys: dict[int, torch.Tensor] = {}
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.modules[call.layer] = call.module
         self.keys[call.layer] = call.key.detach()
         return dense_attention(call, None)
 
@@ -67,20 +71,31 @@ def find_rotation(model, full_layers: list[int], latent: bool = False) -> Rotati
         f"model family {family!r} has no rotary positions that can be re-applied; "
         "use positions=original with this strategy"
     )
-    if latent:
+    candidates = _frequencies(model)
+    # Without rotary frequencies positions are learned, and part of what a layer reads.
+    if latent or not candidates:
         raise refusal
     recorder = _Recorder()
-    tokens = torch.full((1, 8), 7, device=model.device)
-    with active(recorder), torch.inference_mode():
+    tokens = torch.arange(3, 11, device=model.device)[None]
+    with active(recorder), torch.inference_mode(), contextlib.ExitStack() as hooks:
         model(input_ids=tokens, use_cache=False)
-    candidates = _frequencies(model)
+        for module in recorder.modules.values():
+            handle = module.register_forward_pre_hook(_same_everywhere, with_kwargs=True)
+            hooks.callback(handle.remove)
+        model(input_ids=tokens, use_cache=False)
     found: dict[int, tuple[str, torch.Tensor] | None] = {}
     for layer in full_layers:
         key = recorder.keys[layer].float()
         found[layer] = _explain(key, candidates, refusal)
-    if all(value is None for value in found.values()):
-        raise refusal
     return Rotation(found)
+
+
+def _same_everywhere(module, arguments, named):
+    """Give an attention module its first position's input at all positions."""
+    if arguments:
+        return (arguments[0][:, :1].expand_as(arguments[0]), *arguments[1:]), named
+    hidden = named["hidden_states"]
+    return arguments, {**named, "hidden_states": hidden[:, :1].expand_as(hidden)}
 
 
 def _explain(key: torch.Tensor, candidates: list[torch.Tensor], refusal: KvaccError):

@@ -134,16 +134,20 @@ def token_logprobs(
 ) -> tuple[list[float], list[bool]]:
     """Log-probability of ``targets[i]`` in ``logits[rows[i]]``, float32, and whether it is
     the most likely token. logits: [N, vocabulary]."""
-    size = max(1, LOGIT_BYTES // (4 * logits.shape[-1]))
-    rows, targets = rows.to(logits.device), targets.to(logits.device)
-    normaliser = torch.empty(logits.shape[0], device=logits.device)
-    best = torch.empty(logits.shape[0], dtype=torch.long, device=logits.device)
-    for part in torch.arange(logits.shape[0], device=logits.device).split(size):
-        block = logits[part].float()
-        normaliser[part] = block.logsumexp(-1)
-        best[part] = block.argmax(-1)
-    logprobs = logits[rows, targets].float() - normaliser[rows]
-    return logprobs.tolist(), (best[rows] == targets).tolist()
+    # log_softmax as in lm-eval's `hf` backend, not logsumexp: float32 rounds the two
+    # differently (1e-5 a token), and long continuations would differ in the third decimal.
+    # Rows are shared by options, so the wanted tokens of a row are read while it is there.
+    size = max(1, LOGIT_BYTES // (8 * logits.shape[-1]))
+    logprobs = torch.empty(len(rows))
+    best = torch.empty(len(rows), dtype=torch.bool)
+    for first in range(0, logits.shape[0], size):
+        block = logits[first : first + size].float().log_softmax(-1)
+        wanted = ((rows >= first) & (rows < first + size)).nonzero()[:, 0]
+        at = (rows[wanted] - first).to(block.device)
+        token = targets[wanted].to(block.device)
+        logprobs[wanted] = block[at, token].cpu()
+        best[wanted] = (block.argmax(-1)[at] == token).cpu()
+    return logprobs.tolist(), best.tolist()
 
 
 def score_by_steps(

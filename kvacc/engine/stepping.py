@@ -202,6 +202,7 @@ class StepSession:
         first = layer.seen - count
         if not isinstance(self.strategy, EvictStrategy):
             return self._full(call, layer, first)
+        self.kinds[call.layer].require_length(layer.seen)
         if count == 1:
             return self._one_token(call, layer, first)
         return self._chunk(call, layer, first)

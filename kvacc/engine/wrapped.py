@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 
 from kvacc.engine import attention
-from kvacc.engine.layers import layer_kinds, shares_latent
+from kvacc.engine.layers import LayerKind, layer_kinds, shares_latent
 from kvacc.engine.parallel import ParallelSession
 from kvacc.engine.plan import Plan, Request, build_rows, make_plan
 from kvacc.engine.rotary import Rotation, find_rotation
 from kvacc.engine.stepping import RowReading, StepSession
 from kvacc.errors import KvaccError
-from kvacc.strategy import Strategy
+from kvacc.strategy import EvictStrategy, Strategy, make_strategy
 
 
 class WrappedModel:
@@ -55,6 +55,26 @@ class WrappedModel:
         if check:
             self._check(own)
 
+    def kinds_for(self, strategy: Strategy) -> list[LayerKind]:
+        """Layer kinds under ``strategy``.
+
+        Strategies act in full-attention layers. A model whose every layer slides with one
+        window (Mistral 7B v0.1) attends fully as long as nothing is older than the
+        window, so its layers are treated as full up to that length.
+
+        Raises:
+            KvaccError: there is no layer in which an evicting strategy could act.
+        """
+        attending = {kind for kind in self.kinds if kind.name != "other"}
+        if not isinstance(strategy, EvictStrategy) or any(kind.name == "full" for kind in attending):
+            return self.kinds
+        if len(attending) == 1 and next(iter(attending)).name == "sliding":
+            return [kind if kind.name == "other" else LayerKind("full", kind.window) for kind in self.kinds]
+        raise KvaccError(
+            f"model family {self.family!r} has no full-attention layer here, so strategy {strategy.name!r} "
+            "could not act; use strategy=full"
+        )
+
     @property
     def device(self) -> torch.device:
         return self.model.device
@@ -64,7 +84,7 @@ class WrappedModel:
         if not getattr(strategy, "rotates_to_cache_positions", False):
             return None
         if self._rotation is None:
-            full = [i for i, kind in enumerate(self.kinds) if kind.name == "full"]
+            full = [i for i, kind in enumerate(self.kinds_for(strategy)) if kind.name == "full"]
             self._rotation = find_rotation(self.model, full, self.latent)
         return self._rotation
 
@@ -78,7 +98,7 @@ class WrappedModel:
         """
         plan = plan.to(self.device)
         rotation = self.rotation_for(strategy)
-        session = ParallelSession(plan, strategy, self.kinds, rotation, self.latent, record, reference)
+        session = ParallelSession(plan, strategy, self.kinds_for(strategy), rotation, self.latent, record, reference)
         arguments = {"position_ids": plan.position} if self.takes_positions else {}
         with attention.active(session), _only(self.model, plan.counted), torch.inference_mode():
             out = self.model(input_ids=plan.tokens, use_cache=False, **arguments)
@@ -88,7 +108,13 @@ class WrappedModel:
     def step(self, strategy: Strategy, rows: Sequence[RowReading]) -> StepSession:
         """A fresh session for decoding, with a cache of its own."""
         return StepSession(
-            self.model.config, strategy, self.kinds, rows, self.rotation_for(strategy), self.latent, self.device
+            self.model.config,
+            strategy,
+            self.kinds_for(strategy),
+            rows,
+            self.rotation_for(strategy),
+            self.latent,
+            self.device,
         )
 
     def _require_calls(self, layers: int) -> None:
@@ -117,8 +143,6 @@ class WrappedModel:
             return self.model(input_ids=tokens, use_cache=False).logits[:, -3:].float()
 
     def _check(self, own: torch.Tensor) -> None:
-        from kvacc.strategy import make_strategy
-
         full = make_strategy("full")
         exact = self.model.dtype == torch.float32
         # Half precision: another order of sums moves logits by a few of their last bits.

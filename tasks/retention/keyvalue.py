@@ -1,8 +1,9 @@
 """Key-value lookup among near-duplicate keys.
 
-Every key is a color and an animal, all pairs of a grid are present, so each key
-shares one half with many others; and all options are values of the same haystack.
-Remembering *that* a number occurred is worth nothing: only which key it belongs to.
+Keys come in blocks of four, two colors x two animals, so each key shares its color with
+one neighbour of the block and its animal with another; and the four options are the values
+of one block. Remembering *that* a number occurred is worth nothing, and neither is knowing
+only the color or only the animal: what counts is which key a value belongs to.
 """
 
 from __future__ import annotations
@@ -23,62 +24,66 @@ ANIMALS = (
     "fox", "owl", "bear", "horse", "rabbit", "whale", "tiger", "goose",
     "camel", "eagle", "otter", "snake", "spider", "donkey", "turtle", "lion",
 )  # fmt: skip
-INTRODUCTION = "Each animal below has a number. Remember all of them."
+MOST_BLOCKS = (len(COLORS) // 2) * (len(ANIMALS) // 2)
+INTRODUCTION = "Each key below has a value. Remember all of them."
 
 
 def documents(
-    colors: int = 6,
-    animals: int = 6,
-    depths: tuple[float, ...] = DEPTHS,
-    items: int = 20,
-    seed: int = SEED,
+    blocks: int = 8, depths: tuple[float, ...] = DEPTHS, items: int = 20, seed: int = SEED
 ) -> list[dict[str, Any]]:
-    """Documents with ``colors`` x ``animals`` records, one of which is asked for.
+    """Documents with ``4 * blocks`` records, one of which is asked for.
 
     Args:
-        colors, animals: size of the grid of keys, 2 to 16 each; the default 6 x 6
-            makes prompts of about 512 tokens.
+        blocks: blocks of four near-duplicate keys, 1 to 64; up to 8, no color or animal
+            is in two blocks. The default makes prompts of about 360 tokens.
         depths: where the asked record lies, as shares of the records before it.
         items: documents per depth; neighbours have different depths.
         seed: same seed, same bytes.
 
     Raises:
-        KvaccError: a grid that has no near-duplicates, or more than there are words.
+        KvaccError: ``blocks`` is out of range.
     """
-    for name, value, words in (("colors", colors, COLORS), ("animals", animals, ANIMALS)):
-        if not 2 <= value <= len(words):
-            raise KvaccError(f"{name}={value} is out of range; give 2 to {len(words)}")
+    if not 1 <= blocks <= MOST_BLOCKS:
+        raise KvaccError(f"blocks={blocks} is out of range; give 1 to {MOST_BLOCKS}")
     labels = Draws("keyvalue labels", seed).shuffled([i % 4 for i in range(items * len(depths))])
     return [
-        _document(
-            colors, animals, depth, labels[item * len(depths) + place], Draws("keyvalue", seed, depth, item)
-        )
+        _document(blocks, depth, labels[item * len(depths) + place], Draws("keyvalue", seed, depth, item))
         for item in range(items)
         for place, depth in enumerate(depths)
     ]
 
 
-def _document(colors: int, animals: int, depth: float, label: int, draws: Draws) -> dict[str, Any]:
-    chosen_colors = draws.sample(COLORS, colors)
-    chosen_animals = draws.sample(ANIMALS, animals)
-    keys = draws.shuffled([(color, animal) for color in chosen_colors for animal in chosen_animals])
+def _document(count: int, depth: float, label: int, draws: Draws) -> dict[str, Any]:
+    blocks = _blocks(count, draws)
+    keys = draws.shuffled([key for block in blocks for key in block])
     values = dict(zip(keys, draws.numbers(len(keys), digits=4), strict=True))
-    asked = keys[min(len(keys) - 1, round(depth * (len(keys) - 1)))]
-    # Exactly one half of these keys is the asked one's.
-    similar = [key for key in keys if (key[0] == asked[0]) != (key[1] == asked[1])]
-    others = [key for key in keys if key != asked and key not in similar]
-    wrong = [values[key] for key in [*draws.shuffled(similar), *draws.shuffled(others)][:3]]
-    options = [*wrong[:label], values[asked], *wrong[label:]]
-    records = "\n".join(f"The number of the {' '.join(key)} is {values[key]}." for key in keys)
-    name = " ".join(asked)
+    asked = keys[round(depth * (len(keys) - 1))]
+    block = next(block for block in blocks if asked in block)
+    wrong = draws.shuffled([values[key] for key in block if key != asked])
+    records = "\n".join(f"{key} = {values[key]}" for key in keys)
     return {
         "context": f"{INTRODUCTION}\n{records}",
-        "question": f"Question: What is the number of the {name}?\nAnswer: The number of the {name} is",
-        "options": options,
+        # A question in words ("What is the value of ...?") cost SmolLM2-135M a fifth of its accuracy.
+        "question": f"\nOne of these keys and its value again:\n{asked} =",
+        "options": [*wrong[:label], values[asked], *wrong[label:]],
         "label": label,
         "answer": values[asked],
         "depth": depth,
     }
+
+
+def _blocks(count: int, draws: Draws) -> list[list[str]]:
+    """``count`` blocks of four keys: two colors x two animals each."""
+    colors, animals = draws.shuffled(COLORS), draws.shuffled(ANIMALS)
+    pairs = len(animals) // 2
+    blocks = []
+    for index in range(count):
+        # Diagonals of the grid of pairs: colors and animals repeat as late as possible.
+        animal, color = index % pairs, (index + index // pairs) % (len(colors) // 2)
+        two_colors = colors[2 * color : 2 * color + 2]
+        two_animals = animals[2 * animal : 2 * animal + 2]
+        blocks.append([f"{one}-{other}" for one in two_colors for other in two_animals])
+    return blocks
 
 
 def dataset(**_: Any) -> dict[str, Any]:
