@@ -34,6 +34,7 @@ RUN_FILE = "run.json"
 CELLS_FOLDER = "cells"
 _RUN_SCHEMA = 1
 _SHOWN_DIFFERENCES = 3
+_SOURCE_WORDS = {"hub": "the hub", "folder": "a folder", "embedded": "kvacc itself"}
 _WITHOUT_INFLUENCE = ("max_batch_tokens", "device", "device_map")
 """Settings that do not change which cells there are."""
 _DOCUMENTS_WEIGHED = 20
@@ -94,7 +95,7 @@ def run_sweep(
     run = _run_entry(config, cells)
     _refuse_other_run(folder, run, extend)
     progress = SweepProgress(console, 0, 0)
-    for line in _sources(cells, config):
+    for line in _sources(cells):
         progress.say(line)
 
     finished, pending = _sort_out(folder / CELLS_FOLDER, cells, report)
@@ -220,14 +221,13 @@ def _by_model(cells: Sequence[CellSpec]) -> Iterator[tuple[ModelEntry, list[Cell
         cells = [spec for spec in cells if spec.model != model]
 
 
-def _sources(cells: Sequence[CellSpec], config: RunConfig) -> Iterator[str]:
+def _sources(cells: Sequence[CellSpec]) -> Iterator[str]:
     """One line for each source of documents: which tasks, from where, and why."""
     groups: dict[tuple[str, str], dict[str, None]] = {}
     for spec in cells:
         groups.setdefault((spec.source, spec.why_source), {})[spec.task] = None
     for (source, why), tasks in groups.items():
-        where = f"folder {config.data_dir}" if source == "folder" else source
-        yield f"data: {', '.join(tasks)} from {where}" + (f" ({why})" if why else "")
+        yield f"data: {', '.join(tasks)} from {_SOURCE_WORDS[source]}: {why}"
 
 
 def _outcome(result: results.CellResult) -> str:

@@ -35,7 +35,7 @@ def documents(
 
     Args:
         blocks: blocks of four near-duplicate keys, 1 to 64; up to 8, no color or animal
-            is in two blocks. The default makes prompts of about 360 tokens.
+            is in two blocks. The default makes prompts of about 380 tokens.
         depths: where the asked record lies, as shares of the records before it.
         items: documents per depth; neighbours have different depths.
         seed: same seed, same bytes.
@@ -63,7 +63,8 @@ def _document(count: int, depth: float, label: int, draws: Draws) -> dict[str, A
     records = "\n".join(f"{key} = {values[key]}" for key in keys)
     return {
         "context": f"{INTRODUCTION}\n{records}",
-        # A question in words ("What is the value of ...?") cost SmolLM2-135M a fifth of its accuracy.
+        # Completing the record suits small models better than a question in words: SmolLM2-135M
+        # was right on 10 of the first 12 documents this way, on 8 of the first 15 when asked.
         "question": f"\nOne of these keys and its value again:\n{asked} =",
         "options": [*wrong[:label], values[asked], *wrong[label:]],
         "label": label,

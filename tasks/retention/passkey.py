@@ -23,7 +23,7 @@ def documents(
     """Documents with one passkey each.
 
     Args:
-        words: words of filler; the default makes prompts of about 512 tokens.
+        words: words of filler; the default makes prompts of about 540 tokens.
         depths: where the passkey lies, as shares of the filler sentences before it.
         items: documents per depth. Neighbours have different depths, so that a
             limited run still covers all of them.
