@@ -54,6 +54,19 @@ class AttentionCall:
         self.softcap: float | None = softcap
         self.aux: torch.Tensor | None = aux
 
+    def part(self, first: int, count: int, columns: int) -> AttentionCall:
+        """The same call for ``count`` queries from ``first`` on and the first ``columns`` keys."""
+        return AttentionCall(
+            self.module,
+            self.layer,
+            self.query[:, :, first : first + count],
+            self.key[:, :, :columns],
+            self.value[:, :, :columns],
+            self.scaling,
+            self.softcap,
+            self.aux,
+        )
+
 
 _ACTIVE: ContextVar[Session | None] = ContextVar("kvacc_session", default=None)
 
@@ -116,7 +129,8 @@ def weighted_values(attention: torch.Tensor, value: torch.Tensor) -> torch.Tenso
 
 
 def dense_attention(call: AttentionCall, mask: torch.Tensor | None) -> torch.Tensor:
-    """Attention under a bool mask [B, 1, n, W]; None is plain causal, n = W."""
+    """Attention under a mask [B, 1 or Q, n, W], bool or (without softcap and sink logits)
+    a bias added to the logits; None is plain causal, n = W."""
     query, key, value = call.query, call.key, call.value
     if call.softcap is None and call.aux is None:
         groups = query.shape[1] // key.shape[1]

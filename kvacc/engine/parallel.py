@@ -129,77 +129,111 @@ def replay(
     Returns:
         output [B, Q, T, V]; seen_by int32 [B, H, T]; visible bool [B, H, T, W] if recorded.
     """
-    strategy = scan.strategy
-    rows, query_heads, width, _ = call.query.shape
-    heads = scan.current.alive.shape[1]
-    group = query_heads // heads
-    total = scan.offset + width
     use_compiled = use_compiled and compiled.supports(scan)
-    aux = _grouped_aux(call, heads)
+    rows, query_heads, width, _ = call.query.shape
+    total = scan.offset + width
     block = max(1, BLOCK_BYTES // (4 * rows * query_heads * total))
     outputs, counts, masks = [], [], []
     for first in range(0, width, block):
         count = min(block, width - first)
         # Later entries are visible to nobody in this block, so they are left out.
         columns = scan.offset + first + count
-        query = call.query[:, :, first : first + count]
-        visible = None
-        if not strategy.needs_attention:
-            if use_compiled:
-                visible, seen_by = compiled.static(scan, first, count, columns)
-            else:
-                visible, seen_by = scan_block(scan, None, first, count, None)
-        logits = attention_logits(call, query, call.key[:, :, :columns])
-        if strategy.rotates_to_cache_positions:
-            logits = _with_moved_sinks(scan, call, rotation, logits, query, seen_by, first)
-        logits = logits.view(rows, heads, group, count, columns)
-        if visible is None and use_compiled:
-            logits = logits.contiguous()
-            seen_by = compiled.attention_sum(scan, logits, first, aux)
-            attention = logits
-            if record:
-                visible = attention.gt(0).any(2)
+        part = call.part(first, count, columns)
+        if scan.strategy.needs_attention:
+            out, seen_by, visible = _scored_block(scan, part, first, use_compiled, record)
         else:
-            if visible is None:
-                visible, seen_by = scan_block(scan, logits, first, count, aux)
-            attention = masked_softmax(logits, visible[:, :, None], aux)
-        attention = attention.view(rows, query_heads, count, columns)
-        outputs.append(weighted_values(attention, call.value[:, :, :columns]))
+            out, seen_by, visible = _unscored_block(scan, part, rotation, first, use_compiled)
+        outputs.append(out)
         counts.append(seen_by)
         if record:
             masks.append(torch.nn.functional.pad(visible, (0, total - columns)))
-    return (
-        torch.cat(outputs, 2),
-        torch.cat(counts, 2),
-        torch.cat(masks, 2) if record else None,
-    )
+    return torch.cat(outputs, 2), torch.cat(counts, 2), torch.cat(masks, 2) if record else None
 
 
-def _with_moved_sinks(
-    scan: Scan, call: AttentionCall, rotation: Rotation | None, logits, query, seen_by, first
-) -> torch.Tensor:
-    """Logits with positions counted in the cache (StreamingLLM).
+def _scored_block(scan: Scan, call: AttentionCall, first: int, use_compiled: bool, record: bool):
+    """Decisions that follow from the attention itself."""
+    rows, query_heads, count, _ = call.query.shape
+    columns = call.key.shape[2]
+    heads = scan.current.alive.shape[1]
+    aux = _grouped_aux(call, heads)
+    logits = attention_logits(call, call.query, call.key)
+    logits = logits.view(rows, heads, query_heads // heads, count, columns)
+    visible = None
+    if use_compiled:
+        attention = logits.contiguous()
+        seen_by = compiled.attention_sum(scan, attention, first, aux)
+        if record:
+            visible = attention.gt(0).any(2)
+    else:
+        visible, seen_by = scan_block(scan, logits, first, count, aux)
+        attention = masked_softmax(logits, visible[:, :, None], aux)
+    out = weighted_values(attention.view(rows, query_heads, count, columns), call.value)
+    return out, seen_by, visible
+
+
+def _unscored_block(scan: Scan, call: AttentionCall, rotation: Rotation | None, first: int, use_compiled: bool):
+    """Decisions that are known before any attention is computed."""
+    rows, query_heads, count, _ = call.query.shape
+    columns = call.key.shape[2]
+    if use_compiled:
+        visible, seen_by = compiled.static(scan, first, count, columns)
+    else:
+        visible, seen_by = scan_block(scan, None, first, count, None)
+    heads = visible.shape[1]
+    mask = visible if heads == 1 else visible.repeat_interleave(query_heads // heads, 1)
+    if call.softcap is not None or call.aux is not None:
+        logits = attention_logits(call, call.query, call.key)
+        sinks = _moved_sinks(scan, call, rotation, seen_by, first)
+        if sinks is not None:
+            near, is_sink, _, moved = sinks
+            logits[..., near] = torch.where(is_sink, moved, logits[..., near])
+        aux = None if call.aux is None else call.aux.float().view(-1, 1)
+        attention = masked_softmax(logits[:, :, None], mask[:, :, None], aux)[:, :, 0]
+        return weighted_values(attention, call.value), seen_by, visible
+    # A query that reads nothing is padding; it reads something so that no row is empty.
+    mask = mask | (seen_by == 0).any(1)[:, None, :, None]
+    sinks = _moved_sinks(scan, call, rotation, seen_by, first)
+    if sinks is None:
+        return dense_attention(call, mask), seen_by, visible
+    # The fused kernel takes a bias: what a sink's logit gains by being nearer.
+    near, is_sink, original, moved = sinks
+    bias = torch.zeros(rows, query_heads, count, columns, device=mask.device)
+    bias[..., near] = torch.where(is_sink, moved - original, 0.0)
+    bias.masked_fill_(~mask, float("-inf"))
+    return dense_attention(call, bias.to(call.query.dtype)), seen_by, visible
+
+
+def _moved_sinks(scan: Scan, call: AttentionCall, rotation: Rotation | None, seen_by, first: int):
+    """Logits of sinks with positions counted in the cache (StreamingLLM), or None where
+    nothing is missing between them and the queries.
 
     The recent tokens are contiguous up to the query, so their distance to it is the
     same in the text and in the cache. Only the sinks are nearer: by as many positions
     as entries are missing between them and the query.
 
-    logits: [B, Q, n, W]; query: [B, Q, n, D]; seen_by: [B, H, n].
+    Args:
+        seen_by: [B, H, n].
+
+    Returns:
+        columns that are a sink in some row, [M]; is_sink bool [B, 1, n, M]; and the
+        logits [B, Q, n, M] at the original and at the cache's positions.
     """
+    if not scan.strategy.rotates_to_cache_positions:
+        return None
     plan = scan.plan
-    count, columns = logits.shape[2:]
+    count, columns = call.query.shape[2], call.key.shape[2]
     position = scan.current.position[:, 0, :columns]  # all heads agree
     sinks = plan.sinks[:, first : first + count]
-    widest = int(sinks.max()) if sinks.numel() else 0
-    near = (position < widest).any(0).nonzero()[:, 0]
+    near = (position < sinks.amax()).any(0).nonzero()[:, 0]
     missing = plan.position[:, first : first + count] + 1 - seen_by[:, 0]
+    missing = missing.where(plan.segment[:, first : first + count] >= 0, 0)
     if near.numel() == 0 or not bool((missing > 0).any()):
-        return logits
-    moved = rotation.rotate(call.layer, query, -missing[:, None])
-    moved_logits = attention_logits(call, moved, call.key[:, :, near])
-    is_sink = position[:, None, None, near] < sinks[:, None, :, None]
-    logits[..., near] = torch.where(is_sink, moved_logits, logits[..., near])
-    return logits
+        return None
+    key = call.key[:, :, near]
+    original = attention_logits(call, call.query, key)
+    moved = attention_logits(call, rotation.rotate(call.layer, call.query, -missing[:, None]), key)
+    is_sink = (position[:, None, near] < sinks[:, :, None])[:, None]
+    return near, is_sink, original, moved
 
 
 def _grouped_aux(call: AttentionCall, heads: int) -> torch.Tensor | None:
