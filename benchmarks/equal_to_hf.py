@@ -19,7 +19,9 @@ TOLERANCE = 1e-3
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--data-dir", default=None)
     parser.add_argument("--limit", type=int, default=200)
@@ -41,7 +43,10 @@ def main() -> int:
         row = compare(name, int(shots), arguments, stock, ours)
         print(json.dumps(row), flush=True)
         rows.append(row)
-    print(f"\n{'task':<12}{'shots':>6}{'requests':>10}{'largest difference':>20}{'acc hf':>9}{'acc kvacc':>11}{'time hf / kvacc':>17}")
+    print(
+        f"\n{'task':<12}{'shots':>6}{'requests':>10}{'largest difference':>20}"
+        f"{'acc hf':>9}{'acc kvacc':>11}{'time hf / kvacc':>17}"
+    )
     for r in rows:
         print(
             f"{r['task']:<12}{r['shots']:>6}{r['requests']:>10}{r['largest_difference']:>20.1e}"

@@ -11,8 +11,10 @@ options share one budget and one pass over their common tokens.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -113,7 +115,8 @@ class KvaccLM(HFLM):
             model = pretrained
         self.wrapped = WrappedModel(model)
         rows = 0 if batch_size is None or str(batch_size).startswith("auto") else int(batch_size)
-        super().__init__(model, backend="causal", tokenizer=tokenizer, batch_size=rows or 1, **for_hf)
+        with _no_warning_of_a_loaded_model():
+            super().__init__(model, backend="causal", tokenizer=tokenizer, batch_size=rows or 1, **for_hf)
         self.rows_per_batch = rows
         self.max_batch_tokens = max_batch_tokens or default_batch_tokens(self.wrapped.device)
         self.pretrained = resolve(pretrained) if isinstance(pretrained, str) else ""
@@ -165,7 +168,9 @@ class KvaccLM(HFLM):
             "kvacc_causal": self.strategy.causal,
             "kvacc_requests_acted_on": sum(r.acted for r in records),
             "kvacc_requests": len(records),
-            "kvacc_kept_fraction": sum(r.kept_fraction * r.scored_tokens for r in records) / scored if scored else None,
+            "kvacc_kept_fraction": sum(r.kept_fraction * r.scored_tokens for r in records) / scored
+            if scored
+            else None,
             "kvacc_truncated_requests": sum(r.truncated_tokens > 0 for r in records),
         }
 
@@ -195,8 +200,8 @@ class KvaccLM(HFLM):
         """Log-probability of whole texts, in windows of the model's context length."""
         if self.protocol != "stream":
             raise KvaccError(
-                f"a text scored as a whole has no prompt to compress, so protocol {self.protocol!r} means nothing "
-                "for it; use protocol=stream"
+                f"a text scored as a whole has no prompt to compress, so protocol {self.protocol!r} "
+                "means nothing for it; use protocol=stream"
             )
         windows: list[_Prepared] = []
         counts = []
@@ -205,7 +210,10 @@ class KvaccLM(HFLM):
             pairs = [
                 utils.make_disjoint_window(window)
                 for window in utils.get_rolling_token_windows(
-                    token_list=tokens, prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1
+                    token_list=tokens,
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=self.max_length,
+                    context_len=1,
                 )
             ]
             counts.append(len(pairs))
@@ -214,7 +222,10 @@ class KvaccLM(HFLM):
                 # The text itself is what gets compressed: a fraction refers to its window.
                 request = Request(inputs, tuple(target), dense=0, compressed=len(inputs))
                 windows.append(_Prepared(instance, request, len(context), 0))
-        answers, scores = [], iter(self._score([[w] for w in windows], None, "loglikelihood_rolling", disable_tqdm))
+        answers, scores = (
+            [],
+            iter(self._score([[w] for w in windows], None, "loglikelihood_rolling", disable_tqdm)),
+        )
         position = 0
         for instance, count in zip(requests, counts, strict=True):
             parts = [next(scores) for _ in range(count)]
@@ -251,12 +262,13 @@ class KvaccLM(HFLM):
         #         ^ ^ ^ ^ ^ ^     the marked places
         if not target:
             raise KvaccError(
-                f"request {instance.idx} of document {instance.doc_id} in {instance.task_name!r} has an empty "
-                f"continuation after tokenisation: {instance.args[1]!r}"
+                f"request {instance.idx} of document {instance.doc_id} in {instance.task_name!r} has "
+                f"an empty continuation after tokenisation: {instance.args[1]!r}"
             )
         if len(target) > self.max_length:
             raise KvaccError(
-                f"a continuation of {len(target)} tokens is longer than the model's context of {self.max_length}"
+                f"a continuation of {len(target)} tokens is longer than the model's context of "
+                f"{self.max_length}: give a larger max_length, or leave the document out"
             )
         inputs = (context + target)[-(self.max_length + 1) :][:-1]
         truncated = len(context) + len(target) - 1 - len(inputs)
@@ -278,7 +290,9 @@ class KvaccLM(HFLM):
             # A prompt shorter than the tail would leave nothing to compress.
             return max(1, prompt - min(self.tail_tokens, prompt // 2))
         before = self.tok_encode(text[:end])
-        common = next((i for i, (a, b) in enumerate(zip(before, context, strict=False)) if a != b), len(before))
+        common = next(
+            (i for i, (a, b) in enumerate(zip(before, context, strict=False)) if a != b), len(before)
+        )
         return min(max(1, common - truncated), prompt)
 
     @staticmethod
@@ -287,7 +301,8 @@ class KvaccLM(HFLM):
         # so that no option is read with more of it than another.
         shared = min(p.request.compressed for p in document)
         return [
-            dataclasses.replace(p, request=dataclasses.replace(p.request, compressed=shared)) for p in document
+            dataclasses.replace(p, request=dataclasses.replace(p.request, compressed=shared))
+            for p in document
         ]
 
     def _score(
@@ -378,7 +393,9 @@ class KvaccLM(HFLM):
                 lengths = {n: len(self.tok_encode(requests[n].args[0])) for n in numbers}
                 numbers = sorted(numbers, key=lambda n: -lengths[n])
                 while numbers:
-                    size = self.rows_per_batch or max(1, min(16, self.max_batch_tokens // max(1, lengths[numbers[0]])))
+                    size = self.rows_per_batch or max(
+                        1, min(16, self.max_batch_tokens // max(1, lengths[numbers[0]]))
+                    )
                     batch, numbers = numbers[:size], numbers[size:]
                     made = self._generate_batch([requests[n] for n in batch])
                     for n, (text, record) in zip(batch, made, strict=True):
@@ -406,8 +423,12 @@ class KvaccLM(HFLM):
         width = max(map(len, kept))
         padding = [width - len(prompt) for prompt in kept]
         pad = self.tokenizer.pad_token_id
-        context = torch.tensor([[pad] * n + p for n, p in zip(padding, kept, strict=True)], device=self.device)
-        mask = torch.tensor([[0] * n + [1] * len(p) for n, p in zip(padding, kept, strict=True)], device=self.device)
+        context = torch.tensor(
+            [[pad] * n + p for n, p in zip(padding, kept, strict=True)], device=self.device
+        )
+        mask = torch.tensor(
+            [[0] * n + [1] * len(p) for n, p in zip(padding, kept, strict=True)], device=self.device
+        )
         rows = []
         for instance, full, prompt, left in zip(instances, prompts, kept, padding, strict=True):
             dense = self._dense_tokens(instance, full, len(prompt), len(full) - len(prompt))
@@ -415,7 +436,12 @@ class KvaccLM(HFLM):
 
         def run(cache):
             return self._model_generate(
-                context=context, attention_mask=mask, stop=until, max_length=width + room, cache=cache, **options
+                context=context,
+                attention_mask=mask,
+                stop=until,
+                max_length=width + room,
+                cache=cache,
+                **options,
             )
 
         copies = max(options.get("num_beams", 1), options.get("num_return_sequences", 1))
@@ -455,6 +481,18 @@ class KvaccLM(HFLM):
 
     def _prompt(self, instance: Instance) -> list[int]:
         return self.tok_encode(instance.args[0]) or [self.prefix_token_id]
+
+
+@contextlib.contextmanager
+def _no_warning_of_a_loaded_model() -> Iterator[None]:
+    """lm-eval warns that loading options are ignored for a loaded model: they were used before."""
+    logger = logging.getLogger(HFLM.__module__)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _as_list(value: int | list[int] | None) -> list[int]:

@@ -20,7 +20,7 @@ REFERENCES = ("prompt", "seen")
 _HOW = "give a count of entries (256) or a fraction in (0, 1] (0.2, '20%')"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Budget:
     """Entries kept per KV head, as a count or a fraction.
 
@@ -52,6 +52,13 @@ class Budget:
         if of not in REFERENCES:
             raise unknown("budget_of", of, REFERENCES)
         return cls(_amount(value), of)
+
+    # One entry and everything are different budgets, although 1 == 1.0 in Python.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Budget) and (str(self), self.of) == (str(other), other.of)
+
+    def __hash__(self) -> int:
+        return hash((str(self), self.of))
 
     @property
     def is_fraction(self) -> bool:

@@ -212,7 +212,7 @@ def paired_difference(
     low, high = value - half, value + half
     if binary:
         lost, gained = flips(full, strategy)
-        if stderr == 0:
+        if stderr == 0 and not (lost and gained):
             # Every item went the same way, so one outcome per cluster is all that is known.
             lost, gained, items = number * (lost > 0), number * (gained > 0), number
         tango_low, tango_high = tango_interval(lost, gained, items, confidence)

@@ -89,9 +89,7 @@ class Strategy:
     def options(self) -> dict[str, Any]:
         """Hyper-parameters other than the budget, as plain values."""
         return {
-            f.name: getattr(self, f.name)
-            for f in dataclasses.fields(self)
-            if f.init and f.name != "budget"
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init and f.name != "budget"
         }
 
     def supported_protocols(self) -> tuple[str, ...]:
@@ -219,7 +217,8 @@ def strategy_classes() -> dict[str, type[Strategy]]:
     for module_info in sorted(pkgutil.iter_modules(package.__path__), key=lambda m: m.name):
         module = importlib.import_module(f"{package.__name__}.{module_info.name}")
         for value in vars(module).values():
-            if isinstance(value, type) and issubclass(value, Strategy) and value.__module__ == module.__name__:
+            is_strategy = isinstance(value, type) and issubclass(value, Strategy)
+            if is_strategy and value.__module__ == module.__name__:
                 found[value.name] = value
     return found
 
@@ -242,8 +241,8 @@ def make_strategy(name: str, budget: Any = None, budget_of: str = "prompt", **op
                 f"its options: {', '.join(known) or 'none'}"
             )
     if not cls.has_budget:
-        if budget is not None and Budget.parse(budget).entries(prompt=10**9) < 10**9:
-            raise KvaccError(f"strategy {name!r} keeps every entry and takes no budget; leave it out or give 1.0")
+        if budget is not None and Budget.parse(budget) != Budget.parse(1.0):
+            raise KvaccError(f"strategy {name!r} keeps every entry: leave the budget out, or give 1.0")
         return cls(**options)
     if budget is None:
         raise KvaccError(f"strategy {name!r} needs a budget: a count of entries (256) or a fraction (0.2)")

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
-import torch
-
 from kvacc.errors import KvaccError, unknown
 from kvacc.strategy import EvictStrategy, top
 
@@ -91,7 +89,7 @@ class H2O(EvictStrategy):
         # The arriving token takes one heavy place, so one fewer of the others stays.
         places = (budget - recent - 1).clamp(min=0).view(-1, 1, 1)
         heavy = alive & (scores >= 0)
-        heavy = top(scores, position, heavy, torch.zeros_like(heavy), places)
+        heavy = top(scores, position, heavy, heavy.new_zeros(heavy.shape), places)
         in_band = position >= (seen - recent).view(-1, 1, 1)
         return alive & (heavy | in_band), scores.where(heavy, scores.new_tensor(-1.0))
 
@@ -107,10 +105,10 @@ class H2O(EvictStrategy):
         """
         received = attention.amax(2) if self.aggregate == "max" else attention.mean(2)
         total = received.sum(-2)  # [B, H, T], over every query
-        recent = torch.tensor([self.recent_count(int(b)) for b in budget], device=budget.device)
+        recent = budget.new_tensor([self.recent_count(int(b)) for b in budget])
         real = causal.any(1)[:, None].expand_as(total)
         place = position[:, None].expand_as(total)
-        heavy = top(total, place, real, torch.zeros_like(real), (budget - recent).view(-1, 1, 1))
+        heavy = top(total, place, real, real.new_zeros(real.shape), (budget - recent).view(-1, 1, 1))
         distance = position[:, :, None] - position[:, None, :]
         band = distance <= recent.view(-1, 1, 1)  # the authors' band holds recent + 1 keys
         return causal[:, None] & (heavy[:, :, None, :] | band[:, None])

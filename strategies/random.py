@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from kvacc.errors import KvaccError
 from kvacc.strategy import EvictStrategy
 
@@ -40,11 +38,12 @@ class Random(EvictStrategy):
             raise KvaccError(f"random: seed {self.seed!r} is not a whole number of at least 0")
 
     def initial_score(self, position, layer, heads):
-        head = torch.arange(heads, device=position.device)
+        head = position.new_tensor(range(heads))
         # Integer arithmetic below 2**62, so every device draws the same numbers.
-        draw = position[..., None] * 1_000_003 + head * 7_919 + layer * 104_729 + self.seed * 15_485_863 + 12_345
+        draw = position[..., None] * 1_000_003 + head * 7_919 + layer * 104_729
+        draw = draw + self.seed % _PRIME * 15_485_863 + 12_345
         for multiplier in (48_271, 69_621, 16_807):
             draw = (draw % _PRIME) * multiplier % _PRIME
             draw = draw ^ (draw >> 13)
         # 24 bits fit a float32 exactly, so no two devices round them differently.
-        return (draw % (1 << 24)).to(torch.float32)
+        return (draw % (1 << 24)).float()

@@ -327,3 +327,14 @@ def test_clusters_cost_power():
 )
 def test_is_at_chance(score, stderr, chance, expected):
     assert is_at_chance(score, stderr, chance) is expected
+
+
+def test_flips_that_cancel_within_every_cluster_still_have_an_interval():
+    """Twins of which one was lost and one gained: no variance between clusters, yet flips."""
+    full = [1, 0, 1, 0, 1, 0]
+    strategy = [0, 1, 0, 1, 0, 1]
+    found = paired_difference(full, strategy, clusters=["a", "a", "b", "b", "c", "c"])
+    low, high = tango_interval(3, 3, 6)
+    assert found.value == 0
+    assert (found.low, found.high) == pytest.approx((low, high))
+    assert found.low < 0 < found.high

@@ -24,9 +24,7 @@ def leaderboard(runs: tuple[str, ...], folder: str | None, quiet: bool) -> None:
     show([Path(run) for run in runs], console=make_console(), write_to=folder, table=not quiet)
 
 
-def show(
-    runs: Sequence[Path], *, console: Console, write_to: str | None = None, table: bool = True
-) -> None:
+def show(runs: Sequence[Path], *, console: Console, write_to: str | None = None, table: bool = True) -> None:
     """Print the leaderboard of result folders, and write its files when ``write_to`` is given."""
     from kvacc import leaderboard as board
     from kvacc.results import read_cells

@@ -31,9 +31,7 @@ def supports(scan: Scan) -> bool:
     return scan.strategy.compiled is not None and available() and scan.current.alive.device.type == "cpu"
 
 
-def attention_sum(
-    scan: Scan, logits: torch.Tensor, first: int, aux: torch.Tensor | None
-) -> torch.Tensor:
+def attention_sum(scan: Scan, logits: torch.Tensor, first: int, aux: torch.Tensor | None) -> torch.Tensor:
     """Turn ``logits`` [B, H, G, R, W'] (float32, contiguous) into attention over each
     query's kept set, in place, 0 elsewhere. Returns int32 [B, H, R], entries visible."""
     from kvacc.engine import kernels

@@ -56,7 +56,9 @@ def generate(
     for b in range(len(rows)):
         made = tokens[b * (len(tokens) // len(rows)), prompt_width:].tolist()
         count = next((i + 1 for i, token in enumerate(made) if token in end_tokens), len(made))
-        reads = [(float(kept[b * copies]), bool(hidden[b * copies])) for kept, hidden in session.passes[:count]]
+        reads = [
+            (float(kept[b * copies]), bool(hidden[b * copies])) for kept, hidden in session.passes[:count]
+        ]
         kept = sum(k for k, _ in reads) / len(reads) if reads else 1.0
         measured.append(Generated(count, kept, any(h for _, h in reads)))
     return tokens, measured

@@ -13,6 +13,7 @@ import math
 import numpy as np
 from numba import njit, prange
 
+
 @njit(inline="always")
 def enter(b, h, t, s, start, parent, alive, score, alive0, score0, end_alive, end_score, kept):
     """At a segment's first token take the parent's state; list the kept columns."""
@@ -30,6 +31,7 @@ def enter(b, h, t, s, start, parent, alive, score, alive0, score0, end_alive, en
             kept[n] = c
             n += 1
     return n
+
 
 @njit(inline="always")
 def shrink(b, h, n, limit, recent, sinks, seen, position, alive, score, kept):
@@ -54,6 +56,7 @@ def shrink(b, h, n, limit, recent, sinks, seen, position, alive, score, kept):
         n -= 1
     return n
 
+
 @njit(inline="always")
 def shrink_far(b, h, n, limit, recent, sinks, seen, position, alive, score, kept):
     """``shrink`` by many entries at once, by sorting."""
@@ -72,6 +75,7 @@ def shrink_far(b, h, n, limit, recent, sinks, seen, position, alive, score, kept
             m += 1
     return m
 
+
 @njit(inline="always")
 def after_token(
     b, h, t, s, n, seen, stop, dense, compress, budget, recent, sinks,
@@ -80,13 +84,16 @@ def after_token(
     ends = t + 1 == stop[b, s]
     if n > budget[b, t] and (not dense[b, s] or (ends and compress[b, s])):
         if n - budget[b, t] > 8:
-            n = shrink_far(b, h, n, budget[b, t], recent[b, t], sinks[b, t], seen, position, alive, score, kept)
+            n = shrink_far(
+                b, h, n, budget[b, t], recent[b, t], sinks[b, t], seen, position, alive, score, kept
+            )
         else:
             n = shrink(b, h, n, budget[b, t], recent[b, t], sinks[b, t], seen, position, alive, score, kept)
     if ends:
         end_alive[b, s, h] = alive[b, h]
         end_score[b, s, h] = score[b, h]
     return n
+
 
 @njit(parallel=True, cache=True)
 def attention_sum_kernel(
@@ -152,6 +159,7 @@ def attention_sum_kernel(
                 b, h, t, s, n, seen, stop, dense, compress, budget, recent, sinks,
                 position, alive, score, end_alive, end_score, kept,
             )  # fmt: skip
+
 
 @njit(parallel=True, cache=True)
 def static_kernel(

@@ -29,8 +29,8 @@ class LayerKind:
         """Raise KvaccError when a layer treated as full would have to slide."""
         if self.name == "full" and self.window and tokens > self.window:
             raise KvaccError(
-                f"{tokens} tokens exceed the model's sliding window of {self.window}: its layers would evict by "
-                "themselves, beside the strategy; use shorter texts or strategy=full"
+                f"{tokens} tokens exceed the model's sliding window of {self.window}: its layers would "
+                "evict by themselves, beside the strategy; use shorter texts or strategy=full"
             )
 
     def visible(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:

@@ -171,7 +171,9 @@ def _scored_block(scan: Scan, call: AttentionCall, first: int, use_compiled: boo
     return out, seen_by, visible
 
 
-def _unscored_block(scan: Scan, call: AttentionCall, rotation: Rotation | None, first: int, use_compiled: bool):
+def _unscored_block(
+    scan: Scan, call: AttentionCall, rotation: Rotation | None, first: int, use_compiled: bool
+):
     """Decisions that are known before any attention is computed."""
     rows, query_heads, count, _ = call.query.shape
     columns = call.key.shape[2]

@@ -99,7 +99,9 @@ def scan_block(
         _enter(scan, real & (plan.start.gather(1, own)[:, 0] == t), own)
         column = scan.offset + t
         state.alive[:, :, column] |= real[:, None]
-        state.score[:, :, column] = torch.where(real[:, None], scan.arrival[:, :, t], state.score[:, :, column])
+        state.score[:, :, column] = torch.where(
+            real[:, None], scan.arrival[:, :, t], state.score[:, :, column]
+        )
         visible[:, :, i] = state.alive[..., :columns] & real[:, None, None]
         if strategy.needs_attention:
             read = visible[:, :, i]
@@ -108,7 +110,9 @@ def scan_block(
                 read[..., scan.offset :] |= ancestors[:, None, t, : columns - scan.offset]
             attention = masked_softmax(logits[:, :, :, i], read[:, :, None], aux)
             observed = strategy.observe(state.score[..., :columns], attention)
-            state.score[..., :columns] = torch.where(real[:, None, None], observed, state.score[..., :columns])
+            state.score[..., :columns] = torch.where(
+                real[:, None, None], observed, state.score[..., :columns]
+            )
         stop = plan.stop.gather(1, own)[:, 0] == t + 1
         dense = plan.dense.gather(1, own)[:, 0]
         evicts = real & (~dense | (stop & plan.compress.gather(1, own)[:, 0]))

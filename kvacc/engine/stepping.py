@@ -140,7 +140,9 @@ class KeptLayer(CacheLayerMixin):
             self._select_rows(rows)
 
     def crop(self, tokens_to_remove: int) -> None:
-        raise KvaccError("an evicting cache cannot be cropped: evicted entries are gone; use no assisted decoding")
+        raise KvaccError(
+            "an evicting cache cannot be cropped: evicted entries are gone; use no assisted decoding"
+        )
 
 
 class StepSession:
@@ -248,7 +250,9 @@ class StepSession:
         if strategy.rotates_to_cache_positions:
             # Places in the cache: the rank of each kept entry in text order.
             place = entries.alive.long().cumsum(-1) - 1
-            key = self.rotation.rotate(call.layer, key, torch.where(entries.alive, place - entries.position, 0))
+            key = self.rotation.rotate(
+                call.layer, key, torch.where(entries.alive, place - entries.position, 0)
+            )
             newest = (place[:, :1, -1] - position[:, None]).clamp(max=0)
             query = self.rotation.rotate(call.layer, query, newest[..., None])
         width = key.shape[2]
@@ -313,7 +317,7 @@ class StepSession:
         dense = torch.tensor([r.dense for r in self.rows])[:, None]
         segment = torch.where(position < 0, -1, torch.where(position < dense, 0, 1)).int()
         starts, stops, compress = [], [], []
-        for b, row in enumerate(self.rows):
+        for row in self.rows:
             ends = [min(max(row.padding + row.dense - first, 0), count), count]
             begins = [min(max(row.padding - first, 0), count), max(ends[0], row.padding - first, 0)]
             starts.append(begins)

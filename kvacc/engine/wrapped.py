@@ -98,7 +98,9 @@ class WrappedModel:
         """
         plan = plan.to(self.device)
         rotation = self.rotation_for(strategy)
-        session = ParallelSession(plan, strategy, self.kinds_for(strategy), rotation, self.latent, record, reference)
+        session = ParallelSession(
+            plan, strategy, self.kinds_for(strategy), rotation, self.latent, record, reference
+        )
         arguments = {"position_ids": plan.position} if self.takes_positions else {}
         with attention.active(session), _only(self.model, plan.counted), torch.inference_mode():
             out = self.model(input_ids=plan.tokens, use_cache=False, **arguments)
@@ -121,8 +123,8 @@ class WrappedModel:
         expected = sum(kind.name != "other" for kind in self.kinds)
         if layers != expected:
             raise KvaccError(
-                f"model family {self.family!r} called attention {layers} times where {expected} layers attend; "
-                "its results cannot be trusted with any strategy"
+                f"model family {self.family!r} called attention {layers} times where {expected} layers "
+                "attend; its results cannot be trusted with any strategy"
             )
 
     def _probe_requests(self) -> list[tuple[int, Request]]:
@@ -180,5 +182,7 @@ class _only:
     def _gather(self, module, arguments):
         hidden = arguments[0]
         if hidden.shape[:2] != self.counted.shape:
-            raise RuntimeError(f"output embedding got {tuple(hidden.shape)}, expected {tuple(self.counted.shape)}")
+            raise RuntimeError(
+                f"output embedding got {tuple(hidden.shape)}, expected {tuple(self.counted.shape)}"
+            )
         return (hidden[self.counted][None], *arguments[1:])
