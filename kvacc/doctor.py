@@ -19,7 +19,7 @@ from typing import Any
 
 GIB = 2**30
 
-PACKAGES = ("torch", "transformers", "lm-eval", "datasets", "accelerate", "pyarrow", "duckdb", "pydantic")
+PACKAGES = ("torch", "transformers", "lm-eval", "datasets", "accelerate", "pyarrow", "pydantic")
 
 DATA_DIR_VARIABLE = "KVACC_DATA_DIR"
 

@@ -248,6 +248,7 @@ def _rows(
                 "unreachable_tokens": record.unreachable_tokens,
                 "truncated_tokens": record.truncated_tokens,
                 "budget_entries": record.budget_entries,
+                "bos_tokens": record.bos_tokens,
             }
         )
     return rows
@@ -327,6 +328,7 @@ def _measured(rows: Sequence[dict[str, Any]]) -> MeasuredRecord:
         truncated_requests=sum(row["truncated_tokens"] > 0 for row in rows),
         scored_tokens=scored,
         prompt_tokens_median=statistics.median(row["prompt_tokens"] for row in rows),
+        bos_tokens_median=statistics.median(row["bos_tokens"] for row in rows),
     )
 
 

@@ -69,6 +69,7 @@ SAMPLE_COLUMNS: dict[str, str] = {
     "unreachable_tokens": "int64",
     "truncated_tokens": "int64",
     "budget_entries": "int64",
+    "bos_tokens": "int64",
 }
 """Columns that every samples.parquet has, with their types; any may hold nulls."""
 
@@ -152,6 +153,9 @@ class MeasuredRecord(_Record):
     truncated_requests: int = Field(default=0, ge=0, description="Requests cut from the left to fit.")
     scored_tokens: int = Field(default=0, ge=0, description="Tokens scored or generated.")
     prompt_tokens_median: float | None = Field(default=None, description="Median prompt length in tokens.")
+    bos_tokens_median: float | None = Field(
+        default=None, description="Median count of beginning-of-sequence tokens in a prompt."
+    )
 
 
 class StrategyRecord(_Record):

@@ -50,7 +50,8 @@ class ParallelSession:
         self.layers = 0
         self.decisions: dict[int, torch.Tensor] = {}
         self._longest = int(plan.position.max()) + 1
-        self._masks: dict[LayerKind, torch.Tensor] = {}
+        self._plans = {plan.tokens.device: plan}
+        self._masks: dict[tuple[LayerKind, torch.device], torch.Tensor] = {}
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         kind = self.kinds[call.layer]
@@ -61,18 +62,25 @@ class ParallelSession:
                 return self._from_all_queries(call)
             return self._replay(call)
         self.kept += 1
-        return dense_attention(call, self._mask(kind))
+        return dense_attention(call, self._mask(kind, call.query.device))
 
-    def _mask(self, kind: LayerKind) -> torch.Tensor:
-        """bool [B, 1, T, T], made once for all layers of a kind."""
-        if kind not in self._masks:
-            mask = self.plan.ancestors()
-            window = kind.visible(self.plan.position, self.plan.position)
+    def _plan_on(self, device: torch.device) -> Plan:
+        """The plan beside a layer: the layers of a large model lie on several devices."""
+        if device not in self._plans:
+            self._plans[device] = self.plan.to(device)
+        return self._plans[device]
+
+    def _mask(self, kind: LayerKind, device: torch.device) -> torch.Tensor:
+        """bool [B, 1, T, T], made once for all layers of a kind on a device."""
+        if (kind, device) not in self._masks:
+            plan = self._plan_on(device)
+            mask = plan.ancestors
+            window = kind.visible(plan.position, plan.position)
             if window is not None:
-                itself = torch.eye(mask.shape[-1], dtype=torch.bool, device=mask.device)
+                itself = torch.eye(mask.shape[-1], dtype=torch.bool, device=device)
                 mask = mask & (window | itself)
-            self._masks[kind] = mask[:, None]
-        return self._masks[kind]
+            self._masks[kind, device] = mask[:, None]
+        return self._masks[kind, device]
 
     def _deciding_heads(self, call: AttentionCall) -> int:
         return 1 if self.latent else call.key.shape[1]
@@ -82,7 +90,7 @@ class ParallelSession:
         heads = self._deciding_heads(call)
         empty = torch.zeros(rows, heads, 0, device=call.query.device)
         stored = Entries(empty.long(), empty.bool(), empty)
-        scan = start_scan(self.plan, self.strategy, stored, call.layer)
+        scan = start_scan(self._plan_on(call.query.device), self.strategy, stored, call.layer)
         out, seen_by, visible = replay(
             scan, call, self.rotation, use_compiled=not self.reference, record=self.record
         )
@@ -95,13 +103,14 @@ class ParallelSession:
         """A rule that needs every query of the row at once (H2O's ``scores=global``)."""
         rows, query_heads, width, _ = call.query.shape
         heads = self._deciding_heads(call)
-        causal = self._mask(self.kinds[call.layer])[:, 0] & (self.plan.segment >= 0)[:, :, None]
+        plan = self._plan_on(call.query.device)
+        causal = self._mask(self.kinds[call.layer], call.query.device)[:, 0] & (plan.segment >= 0)[:, :, None]
         logits = attention_logits(call, call.query, call.key)
         grouped = logits.view(rows, heads, query_heads // heads, width, width)
         aux = _grouped_aux(call, heads)
         attention = masked_softmax(grouped, causal[:, None, None], aux)
         visible = self.strategy.visible_from_all_queries(
-            attention, self.plan.position, causal, self.plan.budget[:, 0].long()
+            attention, plan.position, causal, plan.budget[:, 0].long()
         )
         attention = masked_softmax(grouped, visible[:, :, None], aux)
         self._count(visible.sum(-1, dtype=torch.int32))
@@ -111,6 +120,7 @@ class ParallelSession:
 
     def _count(self, seen_by: torch.Tensor) -> None:
         """seen_by: int32 [B, H, T], visible entries per query."""
+        seen_by = seen_by.to(self.kept.device)
         could = self.plan.position[:, None] + 1
         self.kept += (seen_by.double() / could).mean(1)
         self.hidden |= (seen_by < could).any(1) & self.plan.counted

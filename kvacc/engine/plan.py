@@ -23,8 +23,9 @@ serve     dense up to the end of the prompt, then compress
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -167,13 +168,9 @@ class Plan:
     counted: torch.Tensor
 
     def to(self, device: torch.device | str) -> Plan:
-        return Plan(**{name: value.to(device) for name, value in vars(self).items()})
+        return Plan(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
 
-    @property
-    def is_flat(self) -> bool:
-        """Every row is one sequence, so that plain causal attention is right."""
-        return bool((self.position.diff(dim=1) == 1)[self.segment[:, 1:] >= 0].all())
-
+    @functools.cached_property
     def ancestors(self) -> torch.Tensor:
         """bool [B, T, T]: entry j is query i's ancestor or itself. A padding query
         reads itself, so that no softmax row is empty."""

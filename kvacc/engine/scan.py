@@ -88,9 +88,7 @@ def scan_block(
     columns = scan.offset + first + count if logits is None else logits.shape[-1]
     device = state.alive.device
     visible = torch.zeros(rows, heads, count, columns, dtype=torch.bool, device=device)
-    ancestors = None
-    if strategy.reads_full_rows:
-        ancestors = plan.ancestors()
+    ancestors = plan.ancestors if strategy.reads_full_rows else None
     for i in range(count):
         t = first + i
         segment = plan.segment[:, t].long()

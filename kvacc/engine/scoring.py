@@ -75,7 +75,9 @@ def score_documents(
         batch, rest = rows[:count], rows[count:]
         try:
             done = _score_batch(wrapped, batch, strategy, numbered, reference)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
             if len(batch) == 1:
                 raise KvaccError(
                     f"one row of {len(batch[0].tokens)} tokens does not fit in memory; "
@@ -90,6 +92,11 @@ def score_documents(
         rows = rest
     answers = iter(scores)
     return [[next(answers) for _ in document] for document in documents]
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """GPUs raise a class of their own; PyTorch's CPU allocator says it in words."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _rows_within(items: list[tuple[int, Request]], share: bool, limit: int) -> list[Row]:

@@ -184,7 +184,7 @@ class StepSession:
         self._hidden = torch.zeros(len(self.rows), dtype=torch.bool, device=device)
         attending = [i for i, kind in enumerate(kinds) if kind.name != "other"]
         self._last_layer, self._layers = attending[-1], len(attending)
-        self._plan: tuple[tuple[int, int], Plan] | None = None
+        self._plan: tuple[tuple[int, int, torch.device], Plan] | None = None
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         out = self._answer(call)
@@ -212,8 +212,9 @@ class StepSession:
     def _windowed(self, call: AttentionCall, kind: LayerKind, end: int) -> torch.Tensor:
         """A sliding or chunked layer: its entries are the newest of ``end`` columns, in order."""
         count, width = call.query.shape[2], call.key.shape[2]
-        query = torch.arange(end - count, end, device=call.key.device) - self.padding[:, None]
-        key = torch.arange(end - width, end, device=call.key.device) - self.padding[:, None]
+        padding = self.padding.to(call.key.device)[:, None]
+        query = torch.arange(end - count, end, device=call.key.device) - padding
+        key = torch.arange(end - width, end, device=call.key.device) - padding
         mask = (key[:, None] >= 0) & (key[:, None] <= query[:, :, None])
         window = kind.visible(query, key)
         if window is not None:
@@ -224,8 +225,9 @@ class StepSession:
     def _full(self, call: AttentionCall, layer: KeptLayer, first: int) -> torch.Tensor:
         rows, _, count, _ = call.query.shape
         width = call.key.shape[2]
-        query = torch.arange(first, first + count, device=call.key.device) - self.padding[:, None]
-        key = torch.arange(width, device=call.key.device) - self.padding[:, None]
+        padding = self.padding.to(call.key.device)[:, None]
+        query = torch.arange(first, first + count, device=call.key.device) - padding
+        key = torch.arange(width, device=call.key.device) - padding
         mask = (key[:, None] >= 0) & (key[:, None] <= query[:, :, None])
         heads = layer.entries.alive.shape[1]
         place = key[:, None].expand(rows, heads, width)
@@ -238,7 +240,8 @@ class StepSession:
         strategy, stored = self.strategy, layer.entries
         rows, query_heads = call.query.shape[:2]
         heads = stored.alive.shape[1]
-        position = column - self.padding  # [B]; negative in padding
+        padding = self.padding.to(call.key.device)
+        position = column - padding  # [B]; negative in padding
         real = position >= 0
         arrival = strategy.initial_score(position.clamp(min=0), call.layer, heads)
         entries = Entries(
@@ -265,8 +268,8 @@ class StepSession:
             if strategy.reads_full_rows:
                 # A simulation: nothing was freed, so attention over every earlier token exists.
                 every = torch.ones_like(entries.alive)
-                padding = torch.arange(width, device=real.device) < self.padding[:, None]
-                read = masked_softmax(logits, (every & ~padding[:, None])[:, :, None], aux)
+                before = torch.arange(width, device=real.device) < padding[:, None]
+                read = masked_softmax(logits, (every & ~before[:, None])[:, :, None], aux)
             score = strategy.observe(entries.score, read)
             entries.score = torch.where(real[:, None, None], score, entries.score)
         self._measure(entries.alive.sum(-1), position)
@@ -296,8 +299,8 @@ class StepSession:
 
     def _chunk(self, call: AttentionCall, layer: KeptLayer, first: int) -> torch.Tensor:
         count = call.query.shape[2]
-        if self._plan is None or self._plan[0] != (first, count):
-            self._plan = ((first, count), self._chunk_plan(first, count, call.key.device))
+        if self._plan is None or self._plan[0] != (first, count, call.key.device):
+            self._plan = ((first, count, call.key.device), self._chunk_plan(first, count, call.key.device))
         plan = self._plan[1]
         scan = start_scan(plan, self.strategy, layer.entries, call.layer)
         out, seen_by, _ = replay(scan, call, self.rotation)
@@ -351,6 +354,7 @@ class StepSession:
 
     def _measure(self, visible: torch.Tensor, position: torch.Tensor) -> None:
         """visible [B, H]: entries read by the query at ``position`` [B]."""
+        visible, position = visible.to(self._kept.device), position.to(self._kept.device)
         could = (position + 1).clamp(min=1)[:, None]
         self._kept += (visible.double() / could).mean(1)
         self._hidden |= (visible < could).any(1) & (position >= 0)
