@@ -11,6 +11,7 @@ options share one budget and one pass over their common tokens.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import logging
@@ -27,7 +28,7 @@ from tqdm import tqdm
 
 from kvacc.engine.generation import generate
 from kvacc.engine.plan import Request
-from kvacc.engine.scoring import Score, default_batch_tokens, score_documents
+from kvacc.engine.scoring import Score, default_batch_tokens, is_out_of_memory, score_documents
 from kvacc.engine.stepping import RowReading
 from kvacc.engine.wrapped import WrappedModel
 from kvacc.errors import KvaccError, nearest
@@ -104,6 +105,12 @@ class KvaccLM(HFLM):
         elif options:
             raise KvaccError(f"unknown option {next(iter(options))!r} beside a ready strategy")
         self.use(strategy, protocol, tail_tokens)
+        automatic = batch_size is None or str(batch_size).startswith("auto")
+        self.rows_per_batch = 0 if automatic else _positive("batch_size", batch_size, "auto")
+        if max_batch_tokens is not None:
+            max_batch_tokens = _positive("max_batch_tokens", max_batch_tokens, "nothing")
+        if for_hf.get("max_length") is not None:
+            for_hf["max_length"] = _positive("max_length", for_hf["max_length"], "nothing")
         self.label = pretrained if isinstance(pretrained, str) else type(pretrained).__name__
         if isinstance(pretrained, str):
             source = {"revision": revision, "trust_remote_code": trust_remote_code, "gguf_file": gguf_file}
@@ -114,14 +121,13 @@ class KvaccLM(HFLM):
         else:
             model = pretrained
         self.wrapped = WrappedModel(model)
-        rows = 0 if batch_size is None or str(batch_size).startswith("auto") else int(batch_size)
         with _no_warning_of_a_loaded_model():
-            super().__init__(model, backend="causal", tokenizer=tokenizer, batch_size=rows or 1, **for_hf)
-        self.rows_per_batch = rows
+            super().__init__(
+                model, backend="causal", tokenizer=tokenizer, batch_size=self.rows_per_batch or 1, **for_hf
+            )
         self.max_batch_tokens = max_batch_tokens or default_batch_tokens(self.wrapped.device)
         self.pretrained = resolve(pretrained) if isinstance(pretrained, str) else ""
         self.revision = revision
-        self.records: list[RequestRecord] = []
         self.progress: Callable[[int, int], None] | None = None
         self.num_fewshot: int | None = None
         """Examples in the prompts, when the caller knows; else counted by blank lines."""
@@ -145,9 +151,10 @@ class KvaccLM(HFLM):
         self.strategy = strategy
         self.protocol = protocol
         self.tail_tokens = tail_tokens
+        self.clear_records()  # they speak of the strategy before
 
     def clear_records(self) -> None:
-        self.records = []
+        self.records: list[RequestRecord] = []
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         if getattr(cache_hook, "dbdict", None) is not None:
@@ -251,7 +258,8 @@ class KvaccLM(HFLM):
         documents: dict[Any, list[_Prepared]] = {}
         for number, (instance, (context, target)) in enumerate(zip(instances, encoded, strict=True)):
             prepared = self._cut(instance, context, target)
-            known = instance.metadata is not None and instance.doc_id is not None
+            # A request without a prompt (acc_mutual_info's) must not set the budget of the others.
+            known = instance.metadata is not None and instance.doc_id is not None and instance.args[0] != ""
             key = (instance.task_name, instance.doc_id) if known else number
             documents.setdefault(key, []).append(prepared)
         return [self._one_budget(document) for document in documents.values()]
@@ -352,7 +360,7 @@ class KvaccLM(HFLM):
             prompt_tokens=prepared.prompt_tokens,
             scored_tokens=len(request.targets),
             truncated_tokens=prepared.truncated,
-            budget_entries=self._entries(request.compressed),
+            budget_entries=self._entries(request.compressed, len(request.tokens)),
             kept_fraction=score.kept_fraction,
             acted=score.hidden,
             unreachable_tokens=prepared.unreachable if self.strategy.has_budget else 0,
@@ -361,13 +369,17 @@ class KvaccLM(HFLM):
             greedy=score.greedy,
         )
 
-    def _entries(self, compressed: int) -> int | None:
-        return self.strategy.budget.entries(compressed) if self.strategy.has_budget else None
+    def _entries(self, compressed: int, seen: int) -> int | None:
+        """The budget that held at the end of a request of ``seen`` tokens."""
+        return self.strategy.budget.entries(compressed, seen) if self.strategy.has_budget else None
 
     def _record_rolling(
         self, instance: Instance, windows: list[_Prepared], scores: list[Score], total: float
     ) -> None:
-        if not windows:
+        if not windows:  # an empty text: nothing to score, and nothing hidden
+            nothing = _Prepared(instance, Request((), (), dense=0, compressed=1), 0, 0)
+            record = self._record(nothing, "loglikelihood_rolling", Score(total, True, 1.0, False))
+            self.records.append(record)
             return
         counts = [len(w.request.targets) for w in windows]
         scored = sum(counts)
@@ -392,12 +404,21 @@ class KvaccLM(HFLM):
                 # Longest first, as in scoring.
                 lengths = {n: len(self.tok_encode(requests[n].args[0])) for n in numbers}
                 numbers = sorted(numbers, key=lambda n: -lengths[n])
+                limit = len(numbers)
                 while numbers:
                     size = self.rows_per_batch or max(
                         1, min(16, self.max_batch_tokens // max(1, lengths[numbers[0]]))
                     )
-                    batch, numbers = numbers[:size], numbers[size:]
-                    made = self._generate_batch([requests[n] for n in batch])
+                    size = min(size, limit)
+                    batch, rest = numbers[:size], numbers[size:]
+                    try:
+                        made = self._generate_batch([requests[n] for n in batch])
+                    except RuntimeError as error:
+                        if not is_out_of_memory(error) or len(batch) == 1:
+                            raise
+                        limit = len(batch) // 2
+                        continue
+                    numbers = rest
                     for n, (text, record) in zip(batch, made, strict=True):
                         texts[n], records[n] = text, record
                     advance(len(batch))
@@ -412,7 +433,7 @@ class KvaccLM(HFLM):
         end = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
         until = handle_stop_sequences(options.pop("until", None), eos=end)
         room = options.pop("max_gen_toks")
-        options.pop("max_length", None)
+        total = options.pop("max_length", None)
         longest = self.max_length - room
         if longest < 1:
             raise KvaccError(
@@ -446,7 +467,21 @@ class KvaccLM(HFLM):
 
         copies = max(options.get("num_beams", 1), options.get("num_return_sequences", 1))
         ends = {self.eot_token_id, *_as_list(self.model.generation_config.eos_token_id)}
-        tokens, measured = generate(self.wrapped, self.strategy, rows, run, width, copies, ends)
+        try:
+            tokens, measured = generate(
+                self.wrapped,
+                self.strategy,
+                rows,
+                run,
+                width,
+                copies,
+                ends,
+                lambda made: self._answer_length(made, until),
+            )
+        except (TypeError, ValueError) as error:
+            if isinstance(error, KvaccError) or "model_kwargs" not in str(error):
+                raise
+            raise KvaccError(f"generation arguments {instances[0].args[1]!r}: {error}") from None
         out = []
         each = len(tokens) // len(instances)
         for b, (instance, full, prompt, row) in enumerate(zip(instances, prompts, kept, rows, strict=True)):
@@ -460,7 +495,7 @@ class KvaccLM(HFLM):
                 prompt_tokens=len(prompt),
                 scored_tokens=one.tokens,
                 truncated_tokens=len(full) - len(prompt),
-                budget_entries=self._entries(row.compressed),
+                budget_entries=self._entries(row.compressed, len(prompt) + one.tokens),
                 kept_fraction=one.kept_fraction,
                 acted=one.hidden,
                 # The first token comes from the prompt's last query.
@@ -469,6 +504,18 @@ class KvaccLM(HFLM):
             )
             out.append((text, record))
         return out
+
+    def _answer_length(self, tokens: list[int], until: list[str]) -> int:
+        """Tokens up to the first with which the text holds a stop string: transformers goes
+        on with the whole batch until every row has met one."""
+
+        def stopped(length: int) -> bool:
+            text = self.tok_decode(tokens[:length])
+            return any(stop and stop in text for stop in until)
+
+        return bisect.bisect_left(range(len(tokens)), True, key=lambda i: stopped(i + 1)) + stopped(
+            len(tokens)
+        )
 
     def _text(self, tokens: list[int], until: list[str]) -> str:
         """The answer: thinking and stop sequences cut off as lm-eval does."""
@@ -493,6 +540,16 @@ def _no_warning_of_a_loaded_model() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def _positive(name: str, value: Any, otherwise: str) -> int:
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = 0
+    if number < 1 or number != float(value):
+        raise KvaccError(f"{name} {value!r} is not a whole number of at least 1; give one, or {otherwise}")
+    return number
 
 
 def _as_list(value: int | list[int] | None) -> list[int]:

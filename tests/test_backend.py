@@ -357,6 +357,15 @@ def test_model_info_names_the_run(tiny_folder):
     assert lm.get_model_info()["kvacc_causal"] is False
 
 
+def test_model_info_speaks_of_the_strategy_in_use(lm):
+    lm.use(make_strategy("recent", 3), "stream")
+    lm.loglikelihood([ask(text(20), " fox")])
+    lm.use(FULL, "stream")
+    lm.loglikelihood([ask(text(20), " fox", 1)])
+    info = lm.get_model_info()
+    assert (info["kvacc_requests"], info["kvacc_requests_acted_on"], info["kvacc_kept_fraction"]) == (1, 0, 1.0)
+
+
 # Mistakes
 
 

@@ -87,6 +87,7 @@ def make_cell(
             "unreachable_tokens": 0,
             "truncated_tokens": 0,
             "budget_entries": None if full else 20,
+            "bos_tokens": 0,
             f"metric_{metric}": float(value),
         }
         for i, value in enumerate(correct)

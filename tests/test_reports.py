@@ -51,11 +51,12 @@ row  what went wrong elsewhere                   tested
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import pytest
 import torch
-from families import wrapped
+from families import build
 from lm_eval.api.instance import Instance
 
 import kvacc
@@ -63,10 +64,22 @@ from kvacc.engine import attention
 from kvacc.engine.plan import Request, build_rows, make_plan
 from kvacc.engine.scoring import score_documents, step_forward
 from kvacc.engine.stepping import RowReading
+from kvacc.engine.wrapped import WrappedModel
 from kvacc.strategy import make_strategy, strategy_classes
 
 LLAMA = {"layers": 2, "kv_heads": 2, "dimension": 8}
 TOKENS = [3 + (11 * i + i * i) % 120 for i in range(48)]
+
+
+@functools.cache
+def sharp() -> WrappedModel:
+    """A tiny Llama whose attention is far from uniform, so that H2O's choices depend on it."""
+    model = build("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(5)
+            layer.self_attn.k_proj.weight.mul_(5)
+    return WrappedModel(model)
 
 
 def ask(context, continuation, doc_id=0, option=0, doc=None):
@@ -75,7 +88,7 @@ def ask(context, continuation, doc_id=0, option=0, doc=None):
 
 def read(strategy, tokens=TOKENS, dense=0, chunk=1, padding=0):
     """The session after reading ``tokens`` on the step path, in chunks."""
-    model = wrapped("llama")
+    model = sharp()
     session = model.step(strategy, [RowReading(padding, dense, dense or len(tokens))])
     columns = torch.tensor([[0] * padding + list(tokens)])
     with attention.active(session), torch.inference_mode():
@@ -173,7 +186,7 @@ def test_row_1_where_compression_cannot_reach_the_answer_it_is_said(copier):
 def test_row_3_every_sample_is_compressed_alike():
     strategy = make_strategy("h2o", 0.4)
     request = Request(tuple(TOKENS), (5, 6, 7), 0, 45)
-    model = wrapped("llama")
+    model = sharp()
     scores = [s for _ in range(2) for [s] in score_documents(model, [[request]] * 3, strategy, batch_tokens=48)]
     assert len(set(scores)) == 1 and scores[0].hidden
     plan = make_plan([row for _ in range(3) for row in build_rows([(0, request)])], strategy)
@@ -222,7 +235,7 @@ def test_row_13_what_is_kept_is_counted_and_is_what_was_asked_for(name, budget):
     visible = min(48, asked + 1)
     assert float(session.passes[-1][0]) == pytest.approx(visible / 48)
     request = Request(tuple(TOKENS), (5,), 0, 48)
-    [[score]] = score_documents(wrapped("llama"), [[request]], strategy)
+    [[score]] = score_documents(sharp(), [[request]], strategy)
     assert score.kept_fraction == pytest.approx(visible / 48)
     assert score.hidden == (visible < 48)
 
@@ -277,7 +290,7 @@ def test_row_23_chunks_of_a_prompt_keep_to_the_budget(name, dense):
 def test_row_29_the_question_in_or_out_of_what_is_compressed_makes_a_difference(copier):
     strategy = make_strategy("h2o", 12, recent_fraction=0.25)
     requests = [Request(tuple(TOKENS), (5, 6, 7), dense, 45) for dense in (0, 30, 46)]
-    scores = [score_documents(wrapped("llama"), [[request]], strategy)[0][0] for request in requests]
+    scores = [score_documents(sharp(), [[request]], strategy)[0][0] for request in requests]
     assert len({round(score.loglikelihood, 3) for score in scores}) == 3
     # The letter stands in the passage; the question behind it is long enough to push it out.
     passage = "abcdeQfghijklmnopqrstuvwxyz"
@@ -333,7 +346,7 @@ def test_row_41_attention_is_held_in_blocks(name, monkeypatch):
 
     strategy = make_strategy(name, 0.3)
     requests = [[Request(tuple(TOKENS), (5, 6, 7), 0, 45), Request((*TOKENS[:-1], 9), (5, 6, 8), 0, 45)]]
-    whole = score_documents(wrapped("llama"), requests, strategy)[0]
+    whole = score_documents(sharp(), requests, strategy)[0]
     sizes = []
     original = parallel.attention_logits
 
@@ -344,7 +357,7 @@ def test_row_41_attention_is_held_in_blocks(name, monkeypatch):
 
     monkeypatch.setattr(parallel, "attention_logits", logits)
     monkeypatch.setattr(parallel, "BLOCK_BYTES", 4096)
-    blocks = score_documents(wrapped("llama"), requests, strategy)[0]
+    blocks = score_documents(sharp(), requests, strategy)[0]
     assert max(sizes, default=0) <= 4096
     assert len(sizes) > 10 or name == "random"
     for one, other in zip(blocks, whole, strict=True):
@@ -357,7 +370,7 @@ def test_row_43_variants_are_named_differ_and_have_a_source():
     variants = [make_strategy("h2o", 8, scores=scores) for scores in ("renormalised", "full_row", "global")]
     assert len({repr(v) for v in variants}) == 3
     request = Request(tuple(TOKENS), (5, 6, 7), 0, 45)
-    found = [score_documents(wrapped("llama"), [[request]], v)[0][0].loglikelihood for v in variants]
+    found = [score_documents(sharp(), [[request]], v)[0][0].loglikelihood for v in variants]
     assert len({round(value, 4) for value in found}) == 3
     assert [v.causal for v in variants] == [True, True, False]
 
@@ -400,10 +413,10 @@ def test_row_53_batch_size_changes_nothing(name, protocol):
         dense = {"stream": 0, "context": length // 2, "serve": length}[protocol]
         options = [(5, 6 + n, 7), (5, 8, 9, 10), (11,)]
         documents.append([Request((*context, *o[:-1]), o, dense, dense or length) for o in options])
-    alone = score_documents(wrapped("llama"), documents, strategy, batch_tokens=1)
+    alone = score_documents(sharp(), documents, strategy, batch_tokens=1)
     largest = 0.0
     for size in (64, 4096):
-        together = score_documents(wrapped("llama"), documents, strategy, batch_tokens=size)
+        together = score_documents(sharp(), documents, strategy, batch_tokens=size)
         for answers, others in zip(alone, together, strict=True):
             assert [a.greedy for a in answers] == [b.greedy for b in others]
             differences = [abs(a.loglikelihood - b.loglikelihood) for a, b in zip(answers, others, strict=True)]

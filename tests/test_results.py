@@ -51,6 +51,7 @@ def sample(doc_id, option=0, **values):
         "unreachable_tokens": 0,
         "truncated_tokens": 0,
         "budget_entries": 8,
+        "bos_tokens": 0,
         "metric_acc": 1.0,
     }
     return {**row, **values}

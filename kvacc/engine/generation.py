@@ -18,7 +18,7 @@ class Generated:
     """What the engine measured of one generated row.
 
     Attributes:
-        tokens: tokens that it generated, its end token included.
+        tokens: tokens of its answer, the one that ended it included.
         kept_fraction: mean over the queries that produced them.
         hidden: an entry was hidden from one of them.
     """
@@ -36,6 +36,7 @@ def generate(
     prompt_width: int,
     copies: int = 1,
     end_tokens: Sequence[int] = (),
+    length: Callable[[list[int]], int] = len,
 ) -> tuple[torch.Tensor, list[Generated]]:
     """Call ``run(cache=...)`` with the strategy's cache.
 
@@ -45,6 +46,8 @@ def generate(
         prompt_width: columns of the prompt batch.
         copies: rows that ``generate`` makes of each (beams or returned sequences).
         end_tokens: tokens that end a row.
+        length: how many of a row's generated tokens belong to its answer. The others were
+            made while waiting for longer rows, and are not measured.
 
     Returns:
         ``generate``'s tokens, and a measurement for each row of the prompt batch.
@@ -55,7 +58,8 @@ def generate(
     measured = []
     for b in range(len(rows)):
         made = tokens[b * (len(tokens) // len(rows)), prompt_width:].tolist()
-        count = next((i + 1 for i, token in enumerate(made) if token in end_tokens), len(made))
+        ended = next((i + 1 for i, token in enumerate(made) if token in end_tokens), len(made))
+        count = length(made[:ended])
         reads = [
             (float(kept[b * copies]), bool(hidden[b * copies])) for kept, hidden in session.passes[:count]
         ]

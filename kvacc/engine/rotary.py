@@ -72,8 +72,11 @@ def find_rotation(model, full_layers: list[int], latent: bool = False) -> Rotati
         "use positions=original with this strategy"
     )
     candidates = _frequencies(model)
-    # Without rotary frequencies positions are learned, and part of what a layer reads.
-    if latent or not candidates:
+    # Without rotary frequencies positions are learned, and part of what a layer reads; with
+    # frequencies that change as a text grows, a key cannot be moved by a fixed angle.
+    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    kinds = {value.get("rope_type") for value in (rope, *rope.values()) if isinstance(value, dict)}
+    if latent or not candidates or kinds & {"dynamic", "longrope"}:
         raise refusal
     recorder = _Recorder()
     tokens = torch.arange(3, 11, device=model.device)[None]

@@ -76,14 +76,18 @@ def score_documents(
         try:
             done = _score_batch(wrapped, batch, strategy, numbered, reference)
         except RuntimeError as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
-            if len(batch) == 1:
+            if len(batch) > 1:
+                batch_tokens = max(1, batch_tokens // 2)
+                continue
+            halves = _split(batch[0], numbered, share)
+            if not halves:
                 raise KvaccError(
                     f"one row of {len(batch[0].tokens)} tokens does not fit in memory; "
                     "use a smaller model, a lower max_length or another device"
                 ) from None
-            batch_tokens = max(1, batch_tokens // 2)
+            rows = sorted(halves + rest, key=lambda row: -len(row.tokens))
             continue
         for number, score in done:
             scores[number] = score
@@ -94,9 +98,16 @@ def score_documents(
     return [[next(answers) for _ in document] for document in documents]
 
 
-def _is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: RuntimeError) -> bool:
     """GPUs raise a class of their own; PyTorch's CPU allocator says it in words."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _split(row: Row, requests: Sequence[Request], share: bool) -> list[Row]:
+    """Two rows for the requests of one; none where there is a single request."""
+    items = [(number, requests[number]) for number in row.queries]
+    half = len(items) // 2
+    return build_rows(items[:half], share) + build_rows(items[half:], share) if half else []
 
 
 def _rows_within(items: list[tuple[int, Request]], share: bool, limit: int) -> list[Row]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
-from families import wrapped
+from families import build
 
 from kvacc.engine import attention
 from kvacc.engine.generation import generate
 from kvacc.engine.scoring import step_forward
 from kvacc.engine.stepping import RowReading
+from kvacc.engine.wrapped import WrappedModel
 from kvacc.errors import KvaccError
 from kvacc.strategy import make_strategy
 
@@ -17,9 +20,20 @@ PROMPT = list(range(20, 32))
 NEW = 6
 
 
+@functools.cache
+def sharp() -> WrappedModel:
+    """A tiny Llama whose attention is far from uniform, so that H2O's choices depend on it."""
+    model = build("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(5)
+            layer.self_attn.k_proj.weight.mul_(5)
+    return WrappedModel(model)
+
+
 def run(prompts, strategy, dense=0, end_tokens=(), copies=1, new=NEW, **settings):
     """Tokens made of each prompt by ``model.generate``, and the measurements."""
-    model = wrapped("llama")
+    model = sharp()
     width = max(map(len, prompts))
     padding = [width - len(p) for p in prompts]
     tokens = torch.tensor([[0] * n + p for n, p in zip(padding, prompts, strict=True)])
@@ -41,7 +55,7 @@ def run(prompts, strategy, dense=0, end_tokens=(), copies=1, new=NEW, **settings
 
 def greedy(prompt, strategy, dense=0, new=NEW):
     """The same, one token per forward pass."""
-    model = wrapped("llama")
+    model = sharp()
     session = model.step(strategy, [RowReading(0, dense, dense or len(prompt))])
     made = []
     with attention.active(session), torch.inference_mode():
@@ -152,7 +166,7 @@ def total(prompt, tokens, strategy):
     from kvacc.engine.scoring import score_by_steps
 
     request = Request((*prompt, *tokens[:-1]), tuple(tokens), 0, len(prompt))
-    return score_by_steps(wrapped("llama"), [request], strategy)[0][0].loglikelihood
+    return score_by_steps(sharp(), [request], strategy)[0][0].loglikelihood
 
 
 def test_several_returned_sequences():
@@ -170,7 +184,7 @@ def test_assisted_decoding_is_refused():
     with pytest.raises((KvaccError, ValueError)):
         run([PROMPT * 2], make_strategy("h2o", 6), prompt_lookup_num_tokens=2)
     with pytest.raises(KvaccError, match="cannot be cropped"):
-        wrapped("llama").step(make_strategy("h2o", 6), [RowReading(0, 0, 12)]).cache.layers[0].crop(1)
+        sharp().step(make_strategy("h2o", 6), [RowReading(0, 0, 12)]).cache.layers[0].crop(1)
 
 
 def test_a_strategy_that_reads_the_future_cannot_generate():
