@@ -460,7 +460,7 @@ class KvaccLM(HFLM):
                 context=context,
                 attention_mask=mask,
                 stop=until,
-                max_length=width + room,
+                max_length=total or width + room,
                 cache=cache,
                 **options,
             )

@@ -85,14 +85,17 @@ REFUSED = {
     "xglm": {"d_model": 32, "ffn_dim": 48, "attention_heads": 4, "num_layers": 2},
 }
 
+ATTENTION_INPUTS = ("q_proj", "k_proj", "qkv", "c_attn", "query_key_value", "kv_a_proj", "q_a_proj", "q_b_proj")
+
 NO_ROTATION = {"opt", "gpt2", "gpt_bigcode", "biogpt", "deepseek_v2", "deepseek_v3", "hunyuan_v1_dense"}
 """Families whose keys cannot be moved to other positions: learned positions, a shared
 latent that is not rotated as a whole, or keys normalised after the rotation."""
 
 
 def build(family: str, **changes):
-    """A random model of ``family``, the same on every call; weights wide enough that
-    attention is far from uniform."""
+    """A random model of ``family``, the same on every call. Weights are wide, those of
+    queries and keys more so: with attention near uniform, accumulated scores would decide
+    nothing and H2O would keep the same entries whatever its rule."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -101,11 +104,11 @@ def build(family: str, **changes):
     config = AutoConfig.for_model(family, **settings)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
             else:
-                parameter.mul_(3)
+                parameter.mul_(12 if any(word in name for word in ATTENTION_INPUTS) else 3)
     return model
 
 

@@ -18,6 +18,8 @@ from kvacc.engine.attention import AttentionCall, active, dense_attention
 from kvacc.errors import KvaccError
 
 PAIRINGS = ("half", "interleaved")
+PROBED = (1, 2, 4, 9, 33, 90)
+"""Positions at which keys are compared: near ones tell fast pairs apart, far ones slow."""
 
 
 @dataclass(frozen=True)
@@ -79,17 +81,18 @@ def find_rotation(model, full_layers: list[int], latent: bool = False) -> Rotati
     if latent or not candidates or kinds & {"dynamic", "longrope"}:
         raise refusal
     recorder = _Recorder()
-    tokens = torch.arange(3, 11, device=model.device)[None]
+    tokens = torch.arange(3, 3 + len(PROBED), device=model.device)[None]
+    named = {"use_cache": False, "position_ids": torch.tensor([PROBED], device=model.device)}
     with active(recorder), torch.inference_mode(), contextlib.ExitStack() as hooks:
-        model(input_ids=tokens, use_cache=False)
+        model(input_ids=tokens, **named)
         for module in recorder.modules.values():
             handle = module.register_forward_pre_hook(_same_everywhere, with_kwargs=True)
             hooks.callback(handle.remove)
-        model(input_ids=tokens, use_cache=False)
+        model(input_ids=tokens, **named)
     found: dict[int, tuple[str, torch.Tensor] | None] = {}
     for layer in full_layers:
-        key = recorder.keys[layer].float()
-        found[layer] = _explain(key, candidates, refusal)
+        key, exact = recorder.keys[layer].float(), recorder.keys[layer].dtype == torch.float32
+        found[layer] = _explain(key, exact, candidates, refusal)
     return Rotation(found)
 
 
@@ -101,23 +104,20 @@ def _same_everywhere(module, arguments, named):
     return arguments, {**named, "hidden_states": hidden[:, :1].expand_as(hidden)}
 
 
-def _explain(key: torch.Tensor, candidates: list[torch.Tensor], refusal: KvaccError):
-    """The convention that turns the key at position 1 into those at 3 and 7."""
+def _explain(key: torch.Tensor, exact: bool, candidates: list[torch.Tensor], refusal: KvaccError):
+    """The convention that turns the key at the first position probed into the others."""
     scale = key.abs().max()
     # Half precision rounds each key; a wrong convention is off by the key's own size.
-    allowed = scale * 2e-2
+    allowed = scale * (1e-3 if exact else 2e-2)
 
     def explains(pairing: str, frequencies: torch.Tensor) -> bool:
         if 2 * frequencies.numel() > key.shape[-1]:
             return False
-        for place in (3, 7):
-            by = torch.full((1, 1, 1), place - 1, device=key.device)
-            moved = _rotate(key[:, :, 1:2], by, pairing, frequencies)
-            if (moved - key[:, :, place : place + 1]).abs().max() > allowed:
-                return False
-        return True
+        by = torch.tensor(PROBED, device=key.device)[None, None] - PROBED[0]
+        moved = _rotate(key[:, :, :1].expand_as(key), by, pairing, frequencies)
+        return bool((moved - key).abs().max() <= allowed)
 
-    if (key[:, :, 1] - key[:, :, 7]).abs().max() < scale * 1e-4:
+    if (key - key[:, :, :1]).abs().max() < scale * 1e-4:
         return None
     for frequencies in candidates:
         for pairing in PAIRINGS:
