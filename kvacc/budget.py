@@ -13,6 +13,7 @@ import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from numbers import Integral, Real
 
 from kvacc.errors import KvaccError, unknown
 
@@ -41,7 +42,7 @@ class Budget:
     of: str = "prompt"
 
     @classmethod
-    def parse(cls, value: Budget | int | float | str | Fraction, of: str = "prompt") -> Budget:
+    def parse(cls, value: Budget | Real | str, of: str = "prompt") -> Budget:
         """Read a budget as a person writes it.
 
         Raises:
@@ -52,6 +53,11 @@ class Budget:
         if of not in REFERENCES:
             raise unknown("budget_of", of, REFERENCES)
         return cls(_amount(value), of)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.amount, (int, Fraction)) or isinstance(self.amount, bool):
+            raise KvaccError(f"budget {self.amount!r} is neither a count nor a Fraction; use Budget.parse")
+        _check(self.amount, self.amount)
 
     # One entry and everything are different budgets, although 1 == 1.0 in Python.
     def __eq__(self, other: object) -> bool:
@@ -88,32 +94,31 @@ class Budget:
         return f"Budget({str(self)!r}{'' if self.of == 'prompt' else f', of={self.of!r}'})"
 
 
-def _amount(value: int | float | str | Fraction) -> int | Fraction:
-    if isinstance(value, bool):
-        raise KvaccError(f"budget {value!r} is not a number; {_HOW}")
+def _amount(value: Real | str) -> int | Fraction:
+    shown = value
     if isinstance(value, str):
         value = _from_text(value)
-    if isinstance(value, float):
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise KvaccError(f"budget {shown!r} is not a number; {_HOW}")
+    if isinstance(value, Integral):
+        value = int(value)
+    elif not isinstance(value, Fraction):
+        value = float(value)
         if not math.isfinite(value):
-            raise KvaccError(f"budget {value!r} is not a finite number; {_HOW}")
+            raise KvaccError(f"budget {shown} is not a finite number; {_HOW}")
         # The shortest decimal that prints as this float is what the user wrote.
         value = Fraction(repr(value))
-        if value > 1:
-            raise KvaccError(
-                f"budget {float(value):g} as a fraction is above 1; {_HOW}"
-                + (f"; for {int(value)} entries write {int(value)}" if value.denominator == 1 else "")
-            )
-    if isinstance(value, Fraction):
-        if value <= 0:
-            raise KvaccError(f"budget {float(value):g} keeps nothing; {_HOW}")
-        if value > 1:
-            raise KvaccError(f"budget {float(value):g} as a fraction is above 1; {_HOW}")
-        return value
-    if isinstance(value, int):
-        if value <= 0:
-            raise KvaccError(f"budget {value} keeps nothing; {_HOW}")
-        return value
-    raise KvaccError(f"budget {value!r} is not a number; {_HOW}")
+    _check(value, shown)
+    return value
+
+
+def _check(amount: int | Fraction, shown: object) -> None:
+    shown = shown if isinstance(shown, str) else f"{float(shown):g}"
+    if amount <= 0:
+        raise KvaccError(f"budget {shown} keeps nothing; {_HOW}")
+    if isinstance(amount, Fraction) and amount > 1:
+        count = f"; for {int(amount)} entries write {int(amount)}" if amount.denominator == 1 else ""
+        raise KvaccError(f"budget {shown} as a fraction is above 1; {_HOW}{count}")
 
 
 def _from_text(text: str) -> int | float | Fraction:

@@ -37,7 +37,7 @@ import pkgutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvacc.budget import Budget
+from kvacc.budget import REFERENCES, Budget
 from kvacc.errors import KvaccError, nearest, unknown
 
 if TYPE_CHECKING:
@@ -240,10 +240,14 @@ def make_strategy(name: str, budget: Any = None, budget_of: str = "prompt", **op
                 f"strategy {name!r} has no option {option!r}{nearest(option, [*known, 'budget'])}; "
                 f"its options: {', '.join(known) or 'none'}"
             )
+    if budget_of not in REFERENCES:
+        raise unknown("budget_of", budget_of, REFERENCES)
     if not cls.has_budget:
         if budget is not None and Budget.parse(budget) != Budget.parse(1.0):
             raise KvaccError(f"strategy {name!r} keeps every entry: leave the budget out, or give 1.0")
         return cls(**options)
     if budget is None:
         raise KvaccError(f"strategy {name!r} needs a budget: a count of entries (256) or a fraction (0.2)")
+    if isinstance(budget, Budget) and budget_of != "prompt":
+        budget = Budget(budget.amount, budget_of)
     return cls(budget=Budget.parse(budget, budget_of), **options)

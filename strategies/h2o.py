@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from numbers import Real
 from typing import ClassVar
 
 from kvacc.errors import KvaccError, unknown
 from kvacc.strategy import EvictStrategy, top
 
-SCORES = ("renormalised", "full_row", "global")
+SCORES = ("renormalised", "averaged", "full_row", "global")
 AGGREGATES = ("mean", "max")
 
 
@@ -33,11 +34,14 @@ class H2O(EvictStrategy):
             authors' OPT simulation (FMInference/H2O, utils_lm_eval/modify_opt.py):
             scores come from attention over all earlier tokens, evicted ones too,
             and a token has to earn its heavy place the step after it arrives, so
-            heavy and recent entries overlap. ``global`` is their LLaMA simulation
+            heavy and recent entries overlap: even at budget 1.0 it hides entries.
+            ``averaged`` divides a score by the queries that could see the entry, which
+            removes the sum's bias towards early tokens; the paper found it worse
+            (App. B.2). ``global`` is their LLaMA simulation
             (modify_llama.py): one heavy set from the column sums over *all* queries,
             the answer's included. It reads the future, so its results are marked
-            non-causal and it cannot decode. Both fix the budget from the prompt,
-            where the authors use prompt plus answer, which differs by option.
+            non-causal and it cannot decode. Both simulations fix the budget from the
+            prompt, where the authors use prompt plus answer, which differs by option.
         aggregate: how the query heads of one KV head share a score, ``mean`` (ranks
             as the sum does) or ``max``. The paper has one query head per KV head.
     """
@@ -51,19 +55,24 @@ class H2O(EvictStrategy):
     aggregate: str = "mean"
 
     def validate(self) -> None:
-        if not isinstance(self.recent_fraction, (int, float)) or not 0 <= self.recent_fraction <= 1:
+        is_number = isinstance(self.recent_fraction, Real) and not isinstance(self.recent_fraction, bool)
+        if not is_number or not 0 <= self.recent_fraction <= 1:
             raise KvaccError(f"h2o: recent_fraction {self.recent_fraction!r} is not between 0 and 1")
         if self.scores not in SCORES:
             raise unknown("h2o scores", self.scores, SCORES)
         if self.aggregate not in AGGREGATES:
             raise unknown("h2o aggregate", self.aggregate, AGGREGATES)
+        if self.scores == "global" and self.budget.of == "seen":
+            raise KvaccError(
+                "h2o: scores=global has one kept set for all queries; use budget_of=prompt with it"
+            )
 
     @property
     def causal(self) -> bool:
         return self.scores != "global"
 
     def supported_protocols(self) -> tuple[str, ...]:
-        return self.protocols if self.scores == "renormalised" else ("stream",)
+        return ("stream",) if self.reads_full_rows else self.protocols
 
     @property
     def compiled(self) -> str | None:  # type: ignore[override]
@@ -71,10 +80,10 @@ class H2O(EvictStrategy):
 
     @property
     def reads_full_rows(self) -> bool:
-        return self.scores != "renormalised"
+        return self.scores in ("full_row", "global")
 
     def recent_count(self, budget: int) -> int:
-        return math.ceil(Fraction(repr(self.recent_fraction)) * budget)
+        return math.ceil(Fraction(repr(float(self.recent_fraction))) * budget)
 
     def observe(self, scores, attention):
         received = attention.amax(2) if self.aggregate == "max" else attention.mean(2)
@@ -84,6 +93,9 @@ class H2O(EvictStrategy):
         return scores + received
 
     def keep(self, scores, position, alive, seen, budget, recent, sinks):
+        if self.scores == "averaged":
+            exposure = (seen.view(-1, 1, 1) - position).clamp(min=1)
+            return super().keep(scores / exposure, position, alive, seen, budget, recent, sinks)[0], scores
         if self.scores != "full_row":
             return super().keep(scores, position, alive, seen, budget, recent, sinks)
         # The arriving token takes one heavy place, so one fewer of the others stays.

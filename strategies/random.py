@@ -34,7 +34,7 @@ class Random(EvictStrategy):
     seed: int = 0
 
     def validate(self) -> None:
-        if not isinstance(self.seed, int) or self.seed < 0:
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or self.seed < 0:
             raise KvaccError(f"random: seed {self.seed!r} is not a whole number of at least 0")
 
     def initial_score(self, position, layer, heads):

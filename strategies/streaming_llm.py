@@ -38,11 +38,11 @@ class StreamingLLM(EvictStrategy):
     positions: str = "cache"
 
     def validate(self) -> None:
-        if not isinstance(self.sinks, int) or self.sinks < 0:
+        if not isinstance(self.sinks, int) or isinstance(self.sinks, bool) or self.sinks < 0:
             raise KvaccError(f"streaming_llm: sinks {self.sinks!r} is not a whole number of at least 0")
         if self.positions not in POSITIONS:
             raise unknown("streaming_llm positions", self.positions, POSITIONS)
-        if self.budget.of == "seen":
+        if self.budget.is_fraction and self.budget.of == "seen":
             raise KvaccError(
                 "streaming_llm: budget_of=seen would evict the sinks while the budget is still smaller than "
                 "they are; use budget_of=prompt or a count of entries"

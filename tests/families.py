@@ -108,7 +108,7 @@ def build(family: str, **changes):
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
             else:
-                parameter.mul_(12 if any(word in name for word in ATTENTION_INPUTS) else 3)
+                parameter.mul_(15 if any(word in name for word in ATTENTION_INPUTS) else 3)
     return model
 
 

@@ -21,8 +21,8 @@ def draw_tokens(count: int, seed: int = 0) -> list[int]:
 
 @functools.cache
 def sharp(family: str, dtype: torch.dtype = torch.float32, **changes):
-    """A wrapped tiny model whose heads look at a few tokens each. Under nearly uniform
-    attention every accumulated score is decided by age, and a wrong mask changes nothing."""
+    """A wrapped tiny model whose heads look at a few tokens each, made once per test session:
+    under nearly uniform attention every accumulated score is decided by age alone."""
     from families import build
 
     from kvacc.engine.wrapped import WrappedModel
@@ -31,7 +31,7 @@ def sharp(family: str, dtype: torch.dtype = torch.float32, **changes):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("q_proj.weight", "k_proj.weight")):
-                parameter.mul_(5)
+                parameter.mul_(0.3 / parameter.std())
     return WrappedModel(model.to(dtype))
 
 

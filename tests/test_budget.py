@@ -96,15 +96,15 @@ HOW = r"give a count of entries \(256\) or a fraction in \(0, 1\] \(0.2, '20%'\)
         (0, "budget 0 keeps nothing"),
         ("0", "budget 0 keeps nothing"),
         (0.0, "budget 0 keeps nothing"),
-        ("0%", "budget 0 keeps nothing"),
+        ("0%", "budget 0% keeps nothing"),
         (-1, "budget -1 keeps nothing"),
         ("-3", "budget -3 keeps nothing"),
         (-0.5, "budget -0.5 keeps nothing"),
-        ("-20%", "budget -0.2 keeps nothing"),
+        ("-20%", "budget -20% keeps nothing"),
         (1.5, "budget 1.5 as a fraction is above 1"),
         ("1.5", "budget 1.5 as a fraction is above 1"),
-        ("150%", "budget 1.5 as a fraction is above 1"),
-        ("3/2", "budget 1.5 as a fraction is above 1"),
+        ("150%", "budget 150% as a fraction is above 1"),
+        ("3/2", "budget 3/2 as a fraction is above 1"),
         (2.0, "budget 2 as a fraction is above 1"),
         ("abc", "budget 'abc' is not a number"),
         ("", "budget '' is not a number"),
@@ -149,3 +149,29 @@ def test_strategies_read_budgets_alike():
     with pytest.raises(KvaccError, match="'full' keeps every entry"):
         make_strategy("full", 0.5)
     assert make_strategy("full", 1.0) == make_strategy("full")
+
+
+def test_numbers_of_other_libraries_are_numbers():
+    import numpy
+
+    assert Budget.parse(numpy.float64(0.2)) == Budget.parse(0.2)
+    assert Budget.parse(numpy.int64(5)) == Budget.parse(5)
+
+
+@pytest.mark.parametrize("amount", [0, -3, 0.2, True])
+def test_a_budget_made_by_hand_is_checked_too(amount):
+    with pytest.raises(KvaccError, match="budget"):
+        Budget(amount)
+
+
+def test_budget_of_is_never_ignored():
+    assert make_strategy("h2o", Budget.parse(0.2), "seen").budget.of == "seen"
+    with pytest.raises(KvaccError, match="did you mean 'seen'"):
+        make_strategy("full", 1.0, "sen")
+
+
+def test_one_entry_and_everything_are_different_budgets():
+    assert Budget.parse(1) != Budget.parse(1.0)
+    assert len({Budget.parse(1), Budget.parse(1.0), Budget.parse("100%")}) == 2
+    with pytest.raises(KvaccError, match="keeps every entry"):
+        make_strategy("full", 1)

@@ -46,14 +46,22 @@ class Scan:
     initial: Entries
     finished: list[tuple[torch.Tensor, torch.Tensor] | None]
     offset: int
+    readable: torch.Tensor
+    """bool [B, H, offset], the stored entries that attention over full rows reads."""
     arrival: torch.Tensor
     """float32 [B, H, T], the score of each token's entry when it is stored."""
     ends: tuple | None = None
     """The compiled scan's own record of the states at segment ends."""
 
 
-def start_scan(plan: Plan, strategy: EvictStrategy, stored: Entries, layer: int) -> Scan:
-    """Begin at ``stored`` entries (W may be 0), to be followed by the plan's tokens."""
+def start_scan(
+    plan: Plan, strategy: EvictStrategy, stored: Entries, layer: int, readable: torch.Tensor | None = None
+) -> Scan:
+    """Begin at ``stored`` entries (W may be 0), to be followed by the plan's tokens.
+
+    ``readable`` bool [B, H, W] are the stored entries that a strategy with
+    ``reads_full_rows`` reads, hidden ones included; by default those alive.
+    """
     heads = stored.alive.shape[1]
     rows, width = plan.tokens.shape
     device = plan.tokens.device
@@ -65,8 +73,9 @@ def start_scan(plan: Plan, strategy: EvictStrategy, stored: Entries, layer: int)
         alive=torch.cat([stored.alive, torch.zeros(rows, heads, width, dtype=torch.bool, device=device)], -1),
         score=torch.cat([stored.score, torch.zeros(rows, heads, width, device=device)], -1),
     )
+    readable = stored.alive if readable is None else readable
     current = Entries(grown.position, grown.alive.clone(), grown.score.clone())
-    return Scan(plan, strategy, current, grown, [None] * plan.start.shape[1], offset, arrival)
+    return Scan(plan, strategy, current, grown, [None] * plan.start.shape[1], offset, readable, arrival)
 
 
 def scan_block(
@@ -104,8 +113,8 @@ def scan_block(
         if strategy.needs_attention:
             read = visible[:, :, i]
             if ancestors is not None:
-                read = scan.initial.alive[..., :columns].clone()
-                read[..., scan.offset :] |= ancestors[:, None, t, : columns - scan.offset]
+                own_text = ancestors[:, None, t, : columns - scan.offset]
+                read = torch.cat([scan.readable, own_text.expand(rows, heads, -1)], -1)
             attention = masked_softmax(logits[:, :, :, i], read[:, :, None], aux)
             observed = strategy.observe(state.score[..., :columns], attention)
             state.score[..., :columns] = torch.where(

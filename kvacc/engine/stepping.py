@@ -302,7 +302,12 @@ class StepSession:
         if self._plan is None or self._plan[0] != (first, count, call.key.device):
             self._plan = ((first, count, call.key.device), self._chunk_plan(first, count, call.key.device))
         plan = self._plan[1]
-        scan = start_scan(plan, self.strategy, layer.entries, call.layer)
+        readable = None
+        if self.strategy.reads_full_rows:  # nothing was freed: slots are columns
+            stored = layer.entries.alive
+            column = torch.arange(stored.shape[-1], device=stored.device)
+            readable = (column >= self.padding.to(stored.device)[:, None])[:, None].expand_as(stored)
+        scan = start_scan(plan, self.strategy, layer.entries, call.layer, readable)
         out, seen_by, _ = replay(scan, call, self.rotation)
         position = plan.position[:, -1]
         real = plan.segment[:, -1] >= 0

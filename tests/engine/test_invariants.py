@@ -21,6 +21,7 @@ STRATEGIES = {
     "h2o": ("h2o", {}),
     "h2o-heavy": ("h2o", {"recent_fraction": 0.0}),
     "h2o-max": ("h2o", {"aggregate": "max", "recent_fraction": 0.25}),
+    "h2o-averaged": ("h2o", {"scores": "averaged"}),
     "h2o-full_row": ("h2o", {"scores": "full_row"}),
     "streaming_llm": ("streaming_llm", {"sinks": 2}),
     "streaming_llm-original": ("streaming_llm", {"sinks": 2, "positions": "original"}),

@@ -138,6 +138,20 @@ def test_sums_favour_early_tokens(use_compiled):
         assert visible[0, 0, t].nonzero()[:, 0].tolist() == [0, 1, 2, t - 1, t]
 
 
+def test_averages_do_not_favour_early_tokens_as_sums_do():
+    # Budget 3, no recent tokens. Attention received, summed and divided by the queries that saw it:
+    #   t=0   1                        t=2   .25 .25 .50
+    #   t=1   .50 .50                  t=3   .20 .20 .20 .40
+    #   sums      1.95  .95  .70  .40     the newest goes
+    #   averages   .49  .32  .35  .40     the second goes
+    table = [[1], [1, 1], [1, 1, 2], [1, 1, 1, 2]]
+    for scores, left in (("renormalised", [0, 1, 2]), ("averaged", [0, 2, 3])):
+        strategy = make_strategy("h2o", 3, recent_fraction=0, scores=scores)
+        scan = scan_by_hand(strategy, logits_of(table), use_compiled=False)[2]
+        assert kept(scan) == left
+        assert scan.current.score[0, 0, 0] == pytest.approx(1.95)
+
+
 # --- the authors' simulations ------------------------------------------------------------
 
 
@@ -271,6 +285,8 @@ def test_global_scores_are_refused_where_they_cannot_exist():
             strategy.require_protocol(protocol)
     with pytest.raises(KvaccError, match="reads future tokens, so it cannot decode"):
         step_through(sharp("llama"), strategy, [5, 6, 7])
+    with pytest.raises(KvaccError, match="use budget_of=prompt"):
+        make_strategy("h2o", 0.3, "seen", scores="global")
 
 
 def test_global_scores_do_not_depend_on_the_neighbours_in_the_batch():
@@ -325,6 +341,7 @@ def test_its_description_is_the_constructor_call():
         ({"recent_fraction": 1.5}, "recent_fraction 1.5 is not between 0 and 1"),
         ({"recent_fraction": -0.1}, "recent_fraction -0.1 is not between 0 and 1"),
         ({"recent_fraction": float("nan")}, "recent_fraction nan is not between 0 and 1"),
+        ({"recent_fraction": True}, "recent_fraction True is not between 0 and 1"),
         ({"recent_fraction": "half"}, "recent_fraction 'half' is not between 0 and 1"),
         ({"scores": "full_rows"}, r"unknown h2o scores 'full_rows' \(did you mean 'full_row'\?\)"),
         ({"aggregate": "sum"}, "unknown h2o aggregate 'sum'.*known: max, mean"),
