@@ -20,7 +20,7 @@ def draw_tokens(count: int, seed: int = 0) -> list[int]:
 
 
 @functools.cache
-def sharp(family: str, dtype: torch.dtype = torch.float32, **changes):
+def sharp(family: str = "llama", dtype: torch.dtype = torch.float32, **changes):
     """A wrapped tiny model whose heads look at a few tokens each, made once per test session:
     under nearly uniform attention every accumulated score is decided by age alone."""
     from families import build
@@ -222,7 +222,7 @@ def scan_by_hand(strategy, logits, use_compiled, plan=None, aux=None, layer=0, s
         visible, seen_by = compiled.static(scan, 0, count, width)
     else:
         attention = logits.clone().contiguous()
-        seen_by = compiled.attention_sum(scan, attention, 0, aux)
+        seen_by, _ = compiled.attention_sum(scan, attention, 0, aux)
         visible = attention.gt(0).any(2)
     return visible, seen_by, scan
 

@@ -51,35 +51,22 @@ row  what went wrong elsewhere                   tested
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 
 import pytest
 import torch
-from families import build
 from lm_eval.api.instance import Instance
+from naive import sharp
 
 import kvacc
 from kvacc.engine import attention
 from kvacc.engine.plan import Request, build_rows, make_plan
 from kvacc.engine.scoring import score_documents, step_forward
 from kvacc.engine.stepping import RowReading
-from kvacc.engine.wrapped import WrappedModel
 from kvacc.strategy import make_strategy, strategy_classes
 
 LLAMA = {"layers": 2, "kv_heads": 2, "dimension": 8}
 TOKENS = [3 + (11 * i + i * i) % 120 for i in range(48)]
-
-
-@functools.cache
-def sharp() -> WrappedModel:
-    """A tiny Llama whose attention is far from uniform, so that H2O's choices depend on it."""
-    model = build("llama")
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.q_proj.weight.mul_(5)
-            layer.self_attn.k_proj.weight.mul_(5)
-    return WrappedModel(model)
 
 
 def ask(context, continuation, doc_id=0, option=0, doc=None):

@@ -31,20 +31,28 @@ def supports(scan: Scan) -> bool:
     return scan.strategy.compiled is not None and available() and scan.current.alive.device.type == "cpu"
 
 
-def attention_sum(scan: Scan, logits: torch.Tensor, first: int, aux: torch.Tensor | None) -> torch.Tensor:
+def attention_sum(
+    scan: Scan, logits: torch.Tensor, first: int, aux: torch.Tensor | None, record: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Turn ``logits`` [B, H, G, R, W'] (float32, contiguous) into attention over each
-    query's kept set, in place, 0 elsewhere. Returns int32 [B, H, R], entries visible."""
+    query's kept set, in place, 0 elsewhere.
+
+    Returns:
+        int32 [B, H, R], how many entries are visible; bool [B, H, R, W'], which, with
+        ``record`` (attention alone does not tell: a far entry's can underflow to 0).
+    """
     from kvacc.engine import kernels
 
     heads, group = logits.shape[1:3]
     has_aux = aux is not None
     aux_array = (aux if has_aux else torch.zeros(heads, group)).float().contiguous().numpy()
     seen_by = np.zeros((logits.shape[0], heads, logits.shape[3]), dtype=np.int32)
+    visible = np.zeros(logits.shape[:2] + logits.shape[3:] if record else (0, 0, 0, 0), dtype=np.bool_)
     kernels.attention_sum_kernel(
         logits.numpy(), first, scan.offset, *_plan_arrays(scan), scan.strategy.aggregate == "max",
-        aux_array, has_aux, *_state_arrays(scan), seen_by,
+        aux_array, has_aux, *_state_arrays(scan), seen_by, record, visible,
     )  # fmt: skip
-    return torch.from_numpy(seen_by)
+    return torch.from_numpy(seen_by), torch.from_numpy(visible) if record else None
 
 
 def static(scan: Scan, first: int, count: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -99,6 +99,7 @@ def after_token(
 def attention_sum_kernel(
     logits, first, offset, segment, start, stop, parent, dense, compress, budget, recent, sinks,
     use_max, aux, has_aux, position, alive, score, alive0, score0, arrival, end_alive, end_score, seen_by,
+    record, visible,
 ):  # fmt: skip
     rows, heads, group, count, columns = logits.shape
     width = alive.shape[2]
@@ -154,6 +155,9 @@ def attention_sum_kernel(
             for k in range(n):
                 score[b, h, kept[k]] += received[k] * share
             seen_by[b, h, i] = n
+            if record:
+                for k in range(n):
+                    visible[b, h, i, kept[k]] = True
             seen = position[b, h, column] + 1
             n = after_token(
                 b, h, t, s, n, seen, stop, dense, compress, budget, recent, sinks,

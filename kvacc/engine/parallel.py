@@ -168,12 +168,9 @@ def _scored_block(scan: Scan, call: AttentionCall, first: int, use_compiled: boo
     aux = _grouped_aux(call, heads)
     logits = attention_logits(call, call.query, call.key)
     logits = logits.view(rows, heads, query_heads // heads, count, columns)
-    visible = None
     if use_compiled:
         attention = logits.contiguous()
-        seen_by = compiled.attention_sum(scan, attention, first, aux)
-        if record:
-            visible = attention.gt(0).any(2)
+        seen_by, visible = compiled.attention_sum(scan, attention, first, aux, record)
     else:
         visible, seen_by = scan_block(scan, logits, first, count, aux)
         attention = masked_softmax(logits, visible[:, :, None], aux)

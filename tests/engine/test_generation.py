@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
-from families import build
+from naive import sharp
 
 from kvacc.engine import attention
 from kvacc.engine.generation import generate
 from kvacc.engine.scoring import step_forward
 from kvacc.engine.stepping import RowReading
-from kvacc.engine.wrapped import WrappedModel
 from kvacc.errors import KvaccError
 from kvacc.strategy import make_strategy
 
 PROMPT = list(range(20, 32))
 NEW = 6
-
-
-@functools.cache
-def sharp() -> WrappedModel:
-    """A tiny Llama whose attention is far from uniform, so that H2O's choices depend on it."""
-    model = build("llama")
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.q_proj.weight.mul_(5)
-            layer.self_attn.k_proj.weight.mul_(5)
-    return WrappedModel(model)
 
 
 def run(prompts, strategy, dense=0, end_tokens=(), copies=1, new=NEW, **settings):

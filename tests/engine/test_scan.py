@@ -73,7 +73,7 @@ def run(scan, strategy, logits, use_compiled, blocks):
             visible, seen_by = compiled.static(scan, first, size, columns)
         else:
             attention = part.clone()
-            seen_by = compiled.attention_sum(scan, attention, first, None)
+            seen_by, _ = compiled.attention_sum(scan, attention, first, None)
             visible = attention.gt(0).any(2)
             torch.testing.assert_close(
                 attention, masked_softmax(part, visible[:, :, None], None), atol=1e-6, rtol=0

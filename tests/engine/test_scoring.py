@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import random
 
 import pytest
 import torch
 from families import build
+from naive import sharp
 
 from kvacc.engine import scoring
 from kvacc.engine.plan import Request
@@ -18,17 +18,6 @@ from kvacc.strategy import make_strategy
 
 FULL = make_strategy("full")
 H2O = make_strategy("h2o", 0.4)
-
-
-@functools.cache
-def sharp() -> WrappedModel:
-    """A tiny Llama whose attention is far from uniform, so that H2O's choices depend on it."""
-    model = build("llama")
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.q_proj.weight.mul_(5)
-            layer.self_attn.k_proj.weight.mul_(5)
-    return WrappedModel(model)
 
 
 def document(length: int, options: list[list[int]], seed: int = 0, dense: int = 0) -> list[Request]:
