@@ -141,16 +141,13 @@ def score_stderr(
     is bootstrapped by drawing clusters. None when it cannot be known: fewer than two
     documents. Zero only when all documents have the same value.
     """
-    from kvacc.statistics import clustered_stderr, mean_stderr
+    from kvacc.statistics import items_stderr
 
     if len(values) < 2:
         return None
     if not is_mean(values, score):
         return _bootstrap_stderr(values, clusters, aggregate)
-    independent = mean_stderr(values)
-    # Within one cluster, or when errors cancel in every cluster, the clustered
-    # formula sees no spread although there is some.
-    return clustered_stderr(values, clusters) or independent
+    return items_stderr(values, clusters)
 
 
 def is_mean(values: Sequence[Any], score: float) -> bool:

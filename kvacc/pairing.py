@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvacc.results import METRIC_PREFIX, Cell
-from kvacc.statistics import Difference, Flips, clustered_stderr, flips, paired_difference
+from kvacc.statistics import Difference, Flips, flips, items_stderr, paired_difference
 
 FLOAT_NOISE = 1e-4
 """Largest log-likelihood difference (nats) between two runs of the same computation."""
@@ -39,7 +39,7 @@ class Items:
     def stderr(self) -> float | None:
         """Standard error of the average, clustered where documents share a context."""
         values = list(self.values.values())
-        return clustered_stderr(values, [self.clusters[key] for key in self.values])
+        return items_stderr(values, [self.clusters[key] for key in self.values])
 
 
 @dataclass(frozen=True)

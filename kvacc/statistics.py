@@ -99,6 +99,14 @@ def clustered_stderr(values: Array, clusters: Sequence) -> float | None:
     return float(math.sqrt(number / (number - 1) * (sums**2).sum()) / len(values))
 
 
+def items_stderr(values: Array, clusters: Sequence) -> float | None:
+    """Standard error of a mean of items that may share clusters: :func:`clustered_stderr`, or
+    :func:`mean_stderr` where that one sees no spread although there is some (a single
+    cluster, or errors that cancel within every cluster, as of a model that answers "yes"
+    to a passage's yes and no question). Zero only when all values are equal."""
+    return clustered_stderr(values, clusters) or mean_stderr(values)
+
+
 def flips(full: Array, strategy: Array) -> Flips:
     """Items lost and gained, from two arrays of zeros and ones.
 

@@ -14,6 +14,7 @@ from kvacc.statistics import (
     design_effect,
     flips,
     is_at_chance,
+    items_stderr,
     mcnemar_exact,
     mean_stderr,
     minimum_detectable_drop,
@@ -338,3 +339,13 @@ def test_flips_that_cancel_within_every_cluster_still_have_an_interval():
     assert found.value == 0
     assert (found.low, found.high) == pytest.approx((low, high))
     assert found.low < 0 < found.high
+
+
+def test_a_standard_error_is_zero_only_when_all_values_are_equal():
+    """Twins of which exactly one is right: no spread between clusters, yet half are wrong."""
+    values, twins = [1, 0, 0, 1, 1, 0], ["a", "a", "b", "b", "c", "c"]
+    assert items_stderr(values, twins) == pytest.approx(mean_stderr(values))
+    assert items_stderr(values, ["one"] * 6) == pytest.approx(mean_stderr(values))
+    assert items_stderr([1] * 6, twins) == 0
+    uneven = [1, 1, 0, 0, 1, 0]
+    assert items_stderr(uneven, twins) == pytest.approx(clustered_stderr(uneven, twins))
