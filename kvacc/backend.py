@@ -341,13 +341,16 @@ class KvaccLM(HFLM):
         return [score for _, score in ordered]
 
     def _advance(self, bar: tqdm, total: int) -> Callable[[int], None]:
+        """What to call with the number of requests just finished."""
+        done = 0
+
         def advance(count: int) -> None:
+            nonlocal done
+            done += count
             bar.update(count)
             if self.progress:
-                self.progress(bar.n if not bar.disable else advance.done + count, total)
-            advance.done += count
+                self.progress(done, total)
 
-        advance.done = 0
         return advance
 
     def _record(self, prepared: _Prepared, kind: str, score: Score) -> RequestRecord:
