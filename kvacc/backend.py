@@ -26,6 +26,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from tqdm import tqdm
 
+from kvacc.budget import EVERYTHING
 from kvacc.engine.generation import generate
 from kvacc.engine.plan import Request
 from kvacc.engine.scoring import Score, default_batch_tokens, is_out_of_memory, score_documents
@@ -143,9 +144,12 @@ class KvaccLM(HFLM):
             hint = nearest(unknown, (*HF_OPTIONS, *_ARGUMENTS))
             raise KvaccError(f"{error}{hint and f'; or the backend argument{hint}'}") from None
 
-    def use(self, strategy: Strategy, protocol: str, tail_tokens: int = 32) -> None:
-        """Switch to another strategy; the model stays loaded and no state is carried over."""
+    def use(self, strategy: Strategy, protocol: str, tail_tokens: int | None = None) -> None:
+        """Switch to another strategy; the model stays loaded and no state is carried over.
+        ``tail_tokens`` stays as it was when not given."""
         strategy.require_protocol(protocol)
+        if tail_tokens is None:
+            tail_tokens = self.tail_tokens
         if not isinstance(tail_tokens, int) or tail_tokens < 0:
             raise KvaccError(f"tail_tokens {tail_tokens!r} is not a whole number of at least 0")
         self.strategy = strategy
@@ -169,6 +173,7 @@ class KvaccLM(HFLM):
         info = super().get_model_info() if self.pretrained else {}
         records = self.records
         scored = sum(r.scored_tokens for r in records)
+        self._log_what_it_did()
         return info | {
             "kvacc_strategy": repr(self.strategy),
             "kvacc_protocol": self.protocol,
@@ -178,8 +183,27 @@ class KvaccLM(HFLM):
             "kvacc_kept_fraction": sum(r.kept_fraction * r.scored_tokens for r in records) / scored
             if scored
             else None,
+            "kvacc_unreachable_share": sum(r.unreachable_tokens for r in records) / scored
+            if scored
+            else None,
             "kvacc_truncated_requests": sum(r.truncated_tokens > 0 for r in records),
         }
+
+    def _log_what_it_did(self) -> None:
+        """A line for each task beside lm-eval's table, which has no place for it."""
+        for task in dict.fromkeys(r.task for r in self.records):
+            mine = [r for r in self.records if r.task == task]
+            scored = sum(r.scored_tokens for r in mine) or 1
+            kept = sum(r.kept_fraction * r.scored_tokens for r in mine) / scored
+            acted = sum(r.acted for r in mine)
+            out = sum(r.unreachable_tokens for r in mine) / scored
+            notes = "" if self.strategy.causal else ", non-causal: it reads later tokens"
+            if self.strategy.has_budget and not acted:
+                notes += ", did not act: this is the full cache's score"
+            logging.getLogger("lm_eval.kvacc").info(
+                f"{task}: {self.strategy.name}, {self.protocol}: kept {kept:.1%}, acted on {acted} of "
+                f"{len(mine)} requests, {out:.0%} of scored tokens out of reach{notes}"
+            )
 
     # Scoring
 
@@ -373,8 +397,9 @@ class KvaccLM(HFLM):
         )
 
     def _entries(self, compressed: int, seen: int) -> int | None:
-        """The budget that held at the end of a request of ``seen`` tokens."""
-        return self.strategy.budget.entries(compressed, seen) if self.strategy.has_budget else None
+        """The budget that held at the end of a request of ``seen`` tokens; None without a limit."""
+        entries = self.strategy.budget.entries(compressed, seen) if self.strategy.has_budget else EVERYTHING
+        return None if entries == EVERYTHING else entries
 
     def _record_rolling(
         self, instance: Instance, windows: list[_Prepared], scores: list[Score], total: float
@@ -416,7 +441,7 @@ class KvaccLM(HFLM):
                     batch, rest = numbers[:size], numbers[size:]
                     try:
                         made = self._generate_batch([requests[n] for n in batch])
-                    except RuntimeError as error:
+                    except (RuntimeError, MemoryError) as error:
                         if not is_out_of_memory(error) or len(batch) == 1:
                             raise
                         limit = len(batch) // 2
@@ -436,6 +461,10 @@ class KvaccLM(HFLM):
         end = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
         until = handle_stop_sequences(options.pop("until", None), eos=end)
         room = options.pop("max_gen_toks")
+        if "cache_implementation" in options:
+            raise KvaccError(
+                "generation argument cache_implementation: the strategy is the cache; leave it out"
+            )
         total = options.pop("max_length", None)
         longest = self.max_length - room
         if longest < 1:

@@ -18,6 +18,8 @@ from numbers import Integral, Real
 from kvacc.errors import KvaccError, unknown
 
 REFERENCES = ("prompt", "seen")
+EVERYTHING = 2**31 - 1
+"""Entries that the fraction 1.0 allows: an answer longer than its prompt evicts nothing either."""
 _HOW = "give a count of entries (256) or a fraction in (0, 1] (0.2, '20%')"
 
 
@@ -34,8 +36,8 @@ class Budget:
     Example:
         >>> Budget.parse("20%").entries(prompt=1000)
         200
-        >>> Budget.parse(1).entries(prompt=1000), Budget.parse(1.0).entries(prompt=1000)
-        (1, 1000)
+        >>> Budget.parse(1).entries(prompt=1000), Budget.parse(1.0).entries(prompt=1000) == EVERYTHING
+        (1, True)
     """
 
     amount: int | Fraction
@@ -79,6 +81,8 @@ class Budget:
         """
         if not self.is_fraction:
             return int(self.amount)
+        if self.amount == 1:
+            return EVERYTHING
         length = prompt if self.of == "prompt" or seen is None else seen
         return max(1, math.ceil(self.amount * length))
 

@@ -105,7 +105,7 @@ class Row(BaseModel):
         """Rows of one group stand in one table: same model, task and items."""
         return (
             self.model, self.model_id, -1 if self.shots is None else self.shots, self.task, self.metric,
-            -1 if self.limit is None else self.limit, self.seed,
+            -1 if self.limit is None else self.limit, self.seed, self.data_fingerprint, self.task_version,
         )  # fmt: skip
 
 

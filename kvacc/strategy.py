@@ -133,6 +133,11 @@ class EvictStrategy(Strategy):
     def physical_eviction(self) -> bool:
         return not self.reads_full_rows
 
+    def visible_from_all_queries(self, attention, position, causal, budget) -> torch.Tensor:
+        """What each query reads, bool [B, H, T, T], of a strategy that is not ``causal``: it is
+        given the attention of all queries at once, [B, H, G, T, T]."""
+        raise NotImplementedError(f"{type(self).__name__} is not causal and must say what its queries read")
+
     @property
     def rotates_to_cache_positions(self) -> bool:
         """True when keys are rotated to their place in the cache, not in the text."""
@@ -218,7 +223,11 @@ def strategy_classes() -> dict[str, type[Strategy]]:
         module = importlib.import_module(f"{package.__name__}.{module_info.name}")
         for value in vars(module).values():
             is_strategy = isinstance(value, type) and issubclass(value, Strategy)
-            if is_strategy and value.__module__ == module.__name__:
+            if is_strategy and value.__module__ == module.__name__ and value.name:
+                if value.name in found:
+                    raise KvaccError(
+                        f"two strategies are named {value.name!r}: rename one in {module.__file__}"
+                    )
                 found[value.name] = value
     return found
 

@@ -418,11 +418,13 @@ def _explained_writing(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained_memory(spec: CellSpec) -> Iterator[None]:
-    import torch
+    from kvacc.engine.scoring import is_out_of_memory
 
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         _free_memory()
         first = str(error).splitlines()[0]
         raise KvaccError(

@@ -627,7 +627,7 @@ def test_one_option_is_scored_as_among_others(protocol, lm):
 @pytest.mark.parametrize("tokens", [1, 64, 10_000])
 def test_batches_change_nothing(tokens, ours, lm):
     strategy = make_strategy("h2o", 0.3)
-    lm.use(strategy, "context")
+    lm.use(strategy, "context", 32)
     expected = lm.loglikelihood(QUESTIONS)
     assert_equal_answers(ours(strategy=strategy, protocol="context", max_batch_tokens=tokens).loglikelihood(QUESTIONS), expected)
 
@@ -650,8 +650,8 @@ def test_documents_of_two_tasks_are_two(lm):
 
 
 def dense_tokens(lm, question):
-    """Tokens compressed in the protocol ``context``: a budget of 1.0 is exactly that many."""
-    lm.use(make_strategy("recent", 1.0), "context", lm.tail_tokens)
+    """Tokens compressed in the protocol ``context``: nearly all of them, rounded up, is that many."""
+    lm.use(make_strategy("recent", 0.999999), "context", lm.tail_tokens)
     lm.clear_records()
     lm.loglikelihood([question])
     return lm.records[0].budget_entries
@@ -812,3 +812,15 @@ def test_smollm2_equals_hf(smollm2_folder):
 
     expected = HFLM(pretrained=str(smollm2_folder), dtype="float32", device="cpu", batch_size=4).loglikelihood(QUESTIONS)
     assert_equal_answers(kvacc.KvaccLM(str(smollm2_folder)).loglikelihood(QUESTIONS), expected)
+
+
+def test_everything_is_everything_even_for_an_answer_longer_than_its_prompt(tiny_folder):
+    requests = [ask("ab", "cdefghijklmnop" * 2)]
+    lm = kvacc.KvaccLM(str(tiny_folder))
+    ((full, _),) = lm.loglikelihood(requests, disable_tqdm=True)
+    for name in ("h2o", "streaming_llm", "recent", "random"):
+        for protocol in ("stream", "serve"):
+            lm.use(make_strategy(name, 1.0), protocol)
+            ((found, _),) = lm.loglikelihood(requests, disable_tqdm=True)
+            assert found == pytest.approx(full, abs=1e-4)
+            assert not lm.records[0].acted and lm.records[0].budget_entries is None

@@ -112,9 +112,10 @@ def attention_logits(call: AttentionCall, query: torch.Tensor, key: torch.Tensor
     """Scaled logits, float32 [B, Q, n, W], query heads grouped by KV head."""
     rows, heads, count, dim = query.shape
     kv_heads, width = key.shape[1], key.shape[2]
-    grouped = query.reshape(rows, kv_heads, heads // kv_heads * count, dim)
-    logits = (grouped * call.scaling) @ key.transpose(-1, -2)
-    logits = logits.view(rows, heads, count, width).float()
+    # In float32 whatever the model's type: scores rank entries by small differences.
+    grouped = query.reshape(rows, kv_heads, heads // kv_heads * count, dim).float()
+    logits = (grouped * call.scaling) @ key.float().transpose(-1, -2)
+    logits = logits.view(rows, heads, count, width)
     if call.softcap is not None:
         logits = torch.tanh(logits / call.softcap) * call.softcap
     return logits

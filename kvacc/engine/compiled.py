@@ -28,7 +28,24 @@ def available() -> bool:
 
 
 def supports(scan: Scan) -> bool:
-    return scan.strategy.compiled is not None and available() and scan.current.alive.device.type == "cpu"
+    """Is there a compiled scan for this strategy's rule, here?"""
+    rule = scan.strategy.compiled
+    return (
+        rule is not None
+        and _speaks_for(type(scan.strategy))
+        and available()
+        and scan.current.alive.device.type == "cpu"
+    )
+
+
+@functools.cache
+def _speaks_for(cls: type) -> bool:
+    """A class that inherits ``compiled`` but brings a rule of its own is not compiled."""
+
+    def depth(name: str) -> int:
+        return next(i for i, base in enumerate(cls.__mro__) if name in vars(base))
+
+    return depth("compiled") <= min(depth("observe"), depth("keep"))
 
 
 def attention_sum(

@@ -53,6 +53,8 @@ def generate(
         ``generate``'s tokens, and a measurement for each row of the prompt batch.
     """
     session = wrapped.step(strategy, [row for row in rows for _ in range(copies)])
+    # A checkpoint may ask for a cache of transformers' own; the strategy is the cache here.
+    wrapped.model.generation_config.cache_implementation = None
     with attention.active(session), torch.inference_mode():
         tokens = run(cache=session.cache)
     measured = []

@@ -29,9 +29,8 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
+from kvacc.budget import EVERYTHING as NO_LIMIT
 from kvacc.strategy import EvictStrategy, Strategy
-
-NO_LIMIT = 2**31 - 1
 
 
 @dataclass(frozen=True)

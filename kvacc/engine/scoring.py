@@ -3,6 +3,7 @@ path that says the same one token at a time."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -75,7 +76,7 @@ def score_documents(
         batch, rest = rows[:count], rows[count:]
         try:
             done = _score_batch(wrapped, batch, strategy, numbered, reference)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             if len(batch) > 1:
@@ -98,9 +99,9 @@ def score_documents(
     return [[next(answers) for _ in document] for document in documents]
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """GPUs raise a class of their own; PyTorch's CPU allocator says it in words."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
 def _split(row: Row, requests: Sequence[Request], share: bool) -> list[Row]:
@@ -133,6 +134,11 @@ def _score_batch(
                 targets.append(target)
                 owners.append((number, b, query))
     logprobs, best = token_logprobs(logits, torch.tensor(wanted), torch.tensor(targets))
+    if not all(map(math.isfinite, logprobs)):
+        raise KvaccError(
+            f"{strategy!r}: a log-likelihood is not a finite number (the model overflows in "
+            f"{wrapped.model.dtype}); use dtype=bfloat16 or float32"
+        )
     kept = (session.kept / session.layers).cpu()
     hidden = session.hidden.cpu()
     gathered: dict[int, list[tuple[float, bool, float, bool]]] = {}

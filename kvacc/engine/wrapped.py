@@ -147,18 +147,20 @@ class WrappedModel:
     def _check(self, own: torch.Tensor) -> None:
         full = make_strategy("full")
         exact = self.model.dtype == torch.float32
-        # Half precision: another order of sums moves logits by a few of their last bits.
-        allowed = 1e-3 if exact else 0.1 * float(own.std()) + 1e-3
+        # Half precision: another order of sums moves single logits by a good share of their
+        # spread, so their typical difference is compared. Another function is off by all of it.
+        allowed = 1e-3 if exact else 0.2 * float(own.std()) + 1e-3
         for share in (True, False) if self.shares_trees else (False,):
             rows = build_rows(self._probe_requests(), share)
             logits, _ = self.parallel(make_plan(rows, full), full)
-            difference = float((logits.float().view_as(own) - own).abs().max())
+            off = (logits.float().view_as(own) - own).abs()
+            difference = float(off.max() if exact else off.square().mean().sqrt())
             if difference <= allowed:
                 self.shares_trees = share
                 return
         raise KvaccError(
             f"model family {self.family!r} computes something else through kvacc's attention than by itself "
-            f"(largest logit difference {difference:.3g}, allowed {allowed:.3g}); it is not supported"
+            f"(logit difference {difference:.3g}, allowed {allowed:.3g}); it is not supported"
         )
 
 
@@ -181,6 +183,7 @@ class _only:
 
     def _gather(self, module, arguments):
         hidden = arguments[0]
+        self.counted = self.counted.to(hidden.device)  # the last of a model's devices
         if hidden.shape[:2] != self.counted.shape:
             raise RuntimeError(
                 f"output embedding got {tuple(hidden.shape)}, expected {tuple(self.counted.shape)}"

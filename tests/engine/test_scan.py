@@ -196,3 +196,17 @@ def test_masked_softmax_by_hand():
 def test_a_row_without_entries_is_zero(aux):
     out = masked_softmax(torch.randn(1, 1, 1, 4), torch.zeros(1, 1, 1, 4, dtype=torch.bool), aux)
     assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_a_subclass_with_a_rule_of_its_own_is_not_compiled():
+    from kvacc.strategies.h2o import H2O
+
+    class Same(H2O):
+        pass
+
+    class Other(H2O):
+        def observe(self, scores, attention):
+            return -super().observe(scores, attention)
+
+    assert compiled._speaks_for(H2O) and compiled._speaks_for(Same)
+    assert not compiled._speaks_for(Other)
