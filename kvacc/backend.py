@@ -74,6 +74,9 @@ class KvaccLM(HFLM):
             not say where its context segment ends (at most half of the prompt).
         max_batch_tokens: padded tokens per forward pass; by device when not given.
         batch_size: rows per pass of a generation; scoring is batched by tokens.
+            ``max_batch_size`` is lm-eval's own argument and changes nothing.
+        device, dtype, revision, device_map, trust_remote_code, gguf_file: how the model is
+            loaded, see :func:`kvacc.models.load_model`.
 
     Raises:
         KvaccError: a model, strategy, protocol or option that cannot be used.
@@ -391,9 +394,15 @@ class KvaccLM(HFLM):
             kept_fraction=score.kept_fraction,
             acted=score.hidden,
             unreachable_tokens=prepared.unreachable if self.strategy.has_budget else 0,
-            bos_tokens=request.tokens.count(self.tokenizer.bos_token_id),
+            bos_tokens=self._leading_bos(request.tokens),
             loglikelihood=score.loglikelihood,
             greedy=score.greedy,
+        )
+
+    def _leading_bos(self, tokens: Sequence[int]) -> int:
+        # Chat templates may use the same token to open every turn; only the first are meant.
+        return next(
+            (i for i, token in enumerate(tokens) if token != self.tokenizer.bos_token_id), len(tokens)
         )
 
     def _entries(self, compressed: int, seen: int) -> int | None:
@@ -532,7 +541,7 @@ class KvaccLM(HFLM):
                 acted=one.hidden,
                 # The first token comes from the prompt's last query.
                 unreachable_tokens=int(row.dense >= len(prompt) and self.strategy.has_budget),
-                bos_tokens=prompt.count(self.tokenizer.bos_token_id),
+                bos_tokens=self._leading_bos(prompt),
             )
             out.append((text, record))
         return out

@@ -100,7 +100,7 @@ class ModelEntry(_Part):
     pretrained: _Text = Field(description="Name on the hub, folder, or the alias smollm2-135m.")
     revision: _Text | None = Field(default=None, description="Branch, tag or commit on the hub.")
     dtype: Annotated[str, _one_of("dtype", DTYPES)] = Field(default="float32", description="Number format.")
-    device: _Text | None = Field(default=None, description="cpu, cuda, cuda:1, mps; null picks one.")
+    device: _Text | None = Field(default=None, description="cpu, cuda, cuda:1; null picks one.")
     device_map: _Text | dict[str, Any] | None = Field(default=None, description="Spread, as in transformers.")
     trust_remote_code: StrictBool = Field(default=False, description="Run code that comes with the model.")
     gguf_file: _Text | None = Field(default=None, description="GGUF file inside pretrained.")

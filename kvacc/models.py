@@ -76,7 +76,7 @@ def resolve_device(device: str | None) -> str:
     try:
         kind = torch.device(device)
     except RuntimeError:
-        raise KvaccError(f"device {device!r} is not a device; give cpu, cuda, cuda:N, mps or auto") from None
+        raise KvaccError(f"device {device!r} is not a device; give cpu, cuda, cuda:N or auto") from None
     if device == LM_EVAL_DEFAULT_DEVICE and not torch.cuda.is_available():
         return default_device()
     if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
@@ -157,7 +157,8 @@ def load_tokenizer(
 
 
 def fingerprint(model: PreTrainedModel, pretrained: str | None = None) -> dict[str, Any]:
-    """What exactly was run: two models with equal fingerprints give equal results.
+    """What exactly was run, so that results of two models are not mixed. Files above 4 GiB are
+    hashed by their size and ends only, so a change in their middle goes unnoticed.
 
     Keys: ``name``; ``revision`` (the hub's commit, else None); ``content`` (hash of the
     checkpoint's files, or of the parameters of a model that came from neither hub nor

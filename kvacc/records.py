@@ -32,7 +32,7 @@ class RequestRecord:
     unreachable_tokens: int
     """Scored tokens whose distribution came from an uncompressed prefill."""
     bos_tokens: int = 0
-    """Beginning-of-sequence tokens in the prompt. 0 or 2 where a model expects 1 changes
+    """Beginning-of-sequence tokens that the prompt starts with. 0 or 2 where a model expects 1 changes
     its scores, and which token is the first attention sink."""
     loglikelihood: float | None = None
     greedy: bool | None = None

@@ -13,6 +13,10 @@ What a strategy says about itself are class attributes, asked before anything ru
 ``source``                paper and section that define it
 ``protocols``             subset of ``stream``, ``context``, ``serve``
 ``acts_while_decoding``   keeps to its budget after the compression point too
+``has_budget``            False for a strategy that keeps everything
+``is_control``            True for a floor that a good strategy must beat
+``causal``                False when a score can depend on later tokens
+``physical_eviction``     False when hidden entries stay in memory
 ========================  =====================================================
 
 An :class:`EvictStrategy` forgets entries for good. The engine calls it with plain
