@@ -104,7 +104,8 @@ def evaluate_cell(
             metrics=sorted(scores),
             primary_metric=_primary_metric(info.default_metric, scores),
             chance=info.chance,
-            why_source=spec.why_source,
+            # Cells are published: the fingerprint names the documents, a path only the machine.
+            why_source="data folder" if spec.source == "folder" else spec.why_source,
         ),
         model=model_fingerprint or fingerprint_of(lm, spec),
         scores=scores,
