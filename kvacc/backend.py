@@ -27,6 +27,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from tqdm import tqdm
 
 from kvacc.budget import EVERYTHING
+from kvacc.calibration import calibration_text
 from kvacc.engine.generation import generate
 from kvacc.engine.plan import Request
 from kvacc.engine.scoring import Score, default_batch_tokens, is_out_of_memory, score_documents
@@ -34,7 +35,14 @@ from kvacc.engine.stepping import RowReading
 from kvacc.engine.wrapped import WrappedModel
 from kvacc.errors import KvaccError, nearest
 from kvacc.models import load_model, load_tokenizer, resolve
-from kvacc.records import RequestRecord
+from kvacc.records import (
+    SELECTION,
+    RequestRecord,
+    mean_selection,
+    selection_of,
+    selection_words,
+    weighted_mean,
+)
 from kvacc.strategy import Strategy, make_strategy
 from kvacc.task_catalog import context_boundary
 
@@ -124,7 +132,7 @@ class KvaccLM(HFLM):
             raise KvaccError("a loaded model needs its tokenizer: give tokenizer=")
         else:
             model = pretrained
-        self.wrapped = WrappedModel(model)
+        self.wrapped = WrappedModel(model, calibration=self._calibration_tokens)
         with _no_warning_of_a_loaded_model():
             super().__init__(
                 model, backend="causal", tokenizer=tokenizer, batch_size=self.rows_per_batch or 1, **for_hf
@@ -160,6 +168,9 @@ class KvaccLM(HFLM):
         self.tail_tokens = tail_tokens
         self.clear_records()  # they speak of the strategy before
 
+    def _calibration_tokens(self, source: str) -> list[int]:
+        return self.tok_encode(calibration_text(source))
+
     def clear_records(self) -> None:
         self.records: list[RequestRecord] = []
 
@@ -175,7 +186,10 @@ class KvaccLM(HFLM):
         """Into lm-eval's results: what ran, and what it kept."""
         info = super().get_model_info() if self.pretrained else {}
         records = self.records
-        scored = sum(r.scored_tokens for r in records)
+        tokens = [r.scored_tokens for r in records]
+        scored = sum(tokens)
+        selection = mean_selection(records, tokens)
+        selection["moved_bytes_per_token"] = selection.pop("moved_bytes")
         self._log_what_it_did()
         return info | {
             "kvacc_strategy": repr(self.strategy),
@@ -183,13 +197,12 @@ class KvaccLM(HFLM):
             "kvacc_causal": self.strategy.causal,
             "kvacc_requests_acted_on": sum(r.acted for r in records),
             "kvacc_requests": len(records),
-            "kvacc_kept_fraction": sum(r.kept_fraction * r.scored_tokens for r in records) / scored
-            if scored
-            else None,
+            "kvacc_kept_fraction": weighted_mean([r.kept_fraction for r in records], tokens),
             "kvacc_unreachable_share": sum(r.unreachable_tokens for r in records) / scored
             if scored
             else None,
             "kvacc_truncated_requests": sum(r.truncated_tokens > 0 for r in records),
+            **{f"kvacc_{name}": value for name, value in selection.items() if value is not None},
         }
 
     def _log_what_it_did(self) -> None:
@@ -200,12 +213,15 @@ class KvaccLM(HFLM):
             kept = sum(r.kept_fraction * r.scored_tokens for r in mine) / scored
             acted = sum(r.acted for r in mine)
             out = sum(r.unreachable_tokens for r in mine) / scored
+            means = mean_selection(mine, [r.scored_tokens for r in mine])
+            words = selection_words(*(means[name] for name in SELECTION))
+            parts = [f"kept {kept:.1%}", *words, f"acted on {acted} of {len(mine)} requests"]
             notes = "" if self.strategy.causal else ", non-causal: it reads later tokens"
             if self.strategy.has_budget and not acted:
                 notes += ", did not act: this is the full cache's score"
             logging.getLogger("lm_eval.kvacc").info(
-                f"{task}: {self.strategy.name}, {self.protocol}: kept {kept:.1%}, acted on {acted} of "
-                f"{len(mine)} requests, {out:.0%} of scored tokens out of reach{notes}"
+                f"{task}: {self.strategy.name}, {self.protocol}: {', '.join(parts)}, "
+                f"{out:.0%} of scored tokens out of reach{notes}"
             )
 
     # Scoring
@@ -397,6 +413,7 @@ class KvaccLM(HFLM):
             bos_tokens=self._leading_bos(request.tokens),
             loglikelihood=score.loglikelihood,
             greedy=score.greedy,
+            **selection_of(score),
         )
 
     def _leading_bos(self, tokens: Sequence[int]) -> int:
@@ -421,7 +438,8 @@ class KvaccLM(HFLM):
         counts = [len(w.request.targets) for w in windows]
         scored = sum(counts)
         kept = sum(s.kept_fraction * n for s, n in zip(scores, counts, strict=True)) / scored
-        merged = Score(total, all(s.greedy for s in scores), kept, any(s.hidden for s in scores))
+        greedy, hidden = all(s.greedy for s in scores), any(s.hidden for s in scores)
+        merged = Score(total, greedy, kept, hidden, **mean_selection(scores, counts))
         record = self._record(windows[0], "loglikelihood_rolling", merged)
         self.records.append(dataclasses.replace(record, scored_tokens=scored))
 
@@ -542,6 +560,7 @@ class KvaccLM(HFLM):
                 # The first token comes from the prompt's last query.
                 unreachable_tokens=int(row.dense >= len(prompt) and self.strategy.has_budget),
                 bos_tokens=self._leading_bos(prompt),
+                **selection_of(one),
             )
             out.append((text, record))
         return out

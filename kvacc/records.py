@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+SELECTION = ("moved_bytes", "attention_mass", "recall")
+"""Fields that only strategies have which select what each query reads."""
+SELECTION_BY_LAYER = ("mass_by_layer", "recall_by_layer")
 
 
 @dataclass(frozen=True)
@@ -11,6 +18,8 @@ class RequestRecord:
 
     ``kept_fraction`` is measured, not derived: KV entries visible to a query over the
     tokens it could see, averaged over the scored queries, layers and KV heads.
+
+    The last five fields are None unless the strategy selects what each query reads.
     """
 
     task: str
@@ -36,3 +45,68 @@ class RequestRecord:
     its scores, and which token is the first attention sink."""
     loglikelihood: float | None = None
     greedy: bool | None = None
+    moved_bytes: float | None = None
+    """Bytes brought from the host pool per scored token, all layers together."""
+    attention_mass: float | None = None
+    """Share of the true attention that falls on what was read, averaged over the scored
+    queries, query heads and the layers that select."""
+    recall: float | None = None
+    """Share of the true top entries, as many as were read, that were read; averaged likewise."""
+    mass_by_layer: tuple[float | None, ...] | None = None
+    """One for each layer of the model; None where the layer reads everything."""
+    recall_by_layer: tuple[float | None, ...] | None = None
+
+
+def weighted_mean(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    """Mean of the values that are known; None when those have no weight."""
+    known = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None]
+    total = math.fsum(weight for _, weight in known)
+    return math.fsum(value * weight for value, weight in known) / total if total else None
+
+
+def selection_of(measured: Any) -> dict[str, Any]:
+    """:data:`SELECTION` and :data:`SELECTION_BY_LAYER` of what the engine measured."""
+    return {name: getattr(measured, name, None) for name in (*SELECTION, *SELECTION_BY_LAYER)}
+
+
+def mean_selection(parts: Sequence[Any], weights: Sequence[float]) -> dict[str, Any]:
+    """:data:`SELECTION` and :data:`SELECTION_BY_LAYER` of several parts, averaged.
+
+    Args:
+        parts: records or scores of one model.
+        weights: scored tokens of each.
+    """
+    means: dict[str, Any] = {
+        name: weighted_mean([getattr(part, name) for part in parts], weights) for name in SELECTION
+    }
+    for name in SELECTION_BY_LAYER:
+        known = [(getattr(part, name), weight) for part, weight in zip(parts, weights, strict=True)]
+        known = [(layers, weight) for layers, weight in known if layers is not None]
+        by_layer = zip(*(layers for layers, _ in known), strict=True)
+        shares = tuple(weighted_mean(values, [weight for _, weight in known]) for values in by_layer)
+        means[name] = shares or None
+    return means
+
+
+def selection_words(
+    moved_bytes: float | None, attention_mass: float | None, recall: float | None
+) -> list[str]:
+    """What is known of a selection, for a line of progress."""
+    said = []
+    if moved_bytes is not None:
+        said.append(f"moved {as_bytes(moved_bytes)}/token")
+    if attention_mass is not None:
+        said.append(f"attention mass {attention_mass:.1%}")
+    if recall is not None:
+        said.append(f"recall {recall:.1%}")
+    return said
+
+
+def as_bytes(number: float) -> str:
+    """``512 B``, ``1.5 KiB``, ``23.4 MiB``."""
+    unit, *larger = ("B", "KiB", "MiB", "GiB")
+    # From here on it would be shown as 1024.
+    while larger and number >= 1023.5:
+        number /= 1024
+        unit = larger.pop(0)
+    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"

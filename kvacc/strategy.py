@@ -17,6 +17,7 @@ What a strategy says about itself are class attributes, asked before anything ru
 ``is_control``            True for a floor that a good strategy must beat
 ``causal``                False when a score can depend on later tokens
 ``physical_eviction``     False when hidden entries stay in memory
+``offloads``              the cache is in host memory, and a selection is read
 ========================  =====================================================
 
 An :class:`EvictStrategy` forgets entries for good. The engine calls it with plain
@@ -38,6 +39,7 @@ import dataclasses
 import functools
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -70,6 +72,10 @@ class Strategy:
     has_budget: ClassVar[bool] = True
     is_control: ClassVar[bool] = False
     """A control is a floor that a good strategy must beat."""
+    offloads: ClassVar[bool] = False
+    """The cache lives in host memory; see :mod:`kvacc.select_strategy`."""
+    file_sha256: ClassVar[str | None] = None
+    """Of an included strategy's file (:mod:`kvacc.include`); None for kvacc's own."""
 
     budget: Budget = Budget.parse(1.0)
 
@@ -89,6 +95,12 @@ class Strategy:
     def physical_eviction(self) -> bool:
         """False when hidden entries stay in memory, so that no memory is saved."""
         return True
+
+    @property
+    def shares_trees(self) -> bool:
+        """False when what a query reads depends on queries beside its own path, so that each
+        answer option needs a row of its own."""
+        return self.causal
 
     def options(self) -> dict[str, Any]:
         """Hyper-parameters other than the budget, as plain values."""
@@ -217,8 +229,21 @@ def top(scores, position, alive, protected, budget):
     return keep & alive
 
 
-@functools.cache
+_INCLUDED: dict[str, type[Strategy]] = {}
+
+
 def strategy_classes() -> dict[str, type[Strategy]]:
+    """Every strategy by name: those of the ``strategies/`` folder, then the included ones."""
+    return {**builtin_classes(), **_INCLUDED}
+
+
+def register_included(classes: Mapping[str, type[Strategy]]) -> None:
+    """Add strategies of a user's file (:mod:`kvacc.include`), by name."""
+    _INCLUDED.update(classes)
+
+
+@functools.cache
+def builtin_classes() -> Mapping[str, type[Strategy]]:
     """Every strategy in the ``strategies/`` folder, by name."""
     import kvacc.strategies as package
 

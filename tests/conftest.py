@@ -32,6 +32,19 @@ def tiny_model():
 
 
 @pytest.fixture(scope="session")
+def skewing_folder(tmp_path_factory):
+    """Rotations of tiny models are kept in a temporary folder, not in the user's cache."""
+    import functools
+
+    from kvacc.engine import wrapped
+
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("skewing")
+        patch.setattr(wrapped, "skewing_for", functools.partial(wrapped.skewing_for, folder=folder))
+        yield folder
+
+
+@pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
     """A checkpoint folder of the tiny model with a byte-level tokenizer, as save_pretrained writes it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import itertools
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from lm_eval.api.instance import Instance
 
 import kvacc
 from kvacc.errors import KvaccError
-from kvacc.records import RequestRecord
+from kvacc.records import SELECTION, SELECTION_BY_LAYER, RequestRecord
 from kvacc.strategy import make_strategy
 
 WORDS = "the quick brown fox jumps over a lazy dog and then it sleeps under some old tree near water".split()
@@ -507,6 +508,73 @@ def test_every_field_of_a_rolling_record(ours):
     assert (record.scored_tokens, record.truncated_tokens, record.unreachable_tokens) == (30, 0, 0)
     assert record.budget_entries == 5 and record.acted and record.loglikelihood == total
     assert (record.task, record.doc_id, record.kind) == ("task", 6, "loglikelihood_rolling")
+
+
+SELECTED = {
+    "moved_bytes": 1536.0, "attention_mass": 0.9, "recall": 0.8,
+    "mass_by_layer": (None, 0.9), "recall_by_layer": (None, 0.8),
+}  # fmt: skip
+
+
+@pytest.fixture
+def selecting(monkeypatch):
+    """Scores as those of a strategy that selects: 1 / n of ``SELECTED`` for the n-th request."""
+    import kvacc.backend as module
+
+    score_documents = module.score_documents
+
+    def parts_of_it():
+        for n in itertools.count(1):
+            single = {name: SELECTED[name] / n for name in SELECTION}
+            by_layer = {name: (None, SELECTED[name][1] / n) for name in SELECTION_BY_LAYER}
+            yield single | by_layer
+
+    def score(*arguments):
+        parts = parts_of_it()
+        found = score_documents(*arguments)
+        return [[dataclasses.replace(one, **next(parts)) for one in document] for document in found]
+
+    monkeypatch.setattr(module, "score_documents", score)
+
+
+def test_a_record_holds_what_was_selected(lm, selecting):
+    lm.loglikelihood([ask("ab", "c"), ask("ab", "d", 1)])
+    first, second = lm.records
+    assert {name: getattr(first, name) for name in SELECTED} == SELECTED
+    assert (second.moved_bytes, second.recall, second.mass_by_layer) == (768.0, 0.4, (None, 0.45))
+
+
+def test_windows_of_a_text_are_averaged_by_their_tokens(ours, selecting):
+    lm = ours(max_length=16)
+    lm.loglikelihood_rolling([roll("a" * 30)])
+    [record] = lm.records
+    # Windows that score 16 and 14 tokens, the second with half of everything.
+    share = (16 + 14 / 2) / 30
+    assert record.moved_bytes == pytest.approx(1536 * share)
+    assert record.attention_mass == pytest.approx(0.9 * share)
+    assert record.recall_by_layer == (None, pytest.approx(0.8 * share))
+
+
+def test_model_info_and_the_log_say_what_was_selected(lm, selecting, caplog):
+    lm.loglikelihood([ask("ab", "c" * 3), ask("ab", "d", 1)])
+    with caplog.at_level("INFO", "lm_eval.kvacc"):
+        info = lm.get_model_info()
+    # Three tokens with all of it, one with half.
+    assert info["kvacc_moved_bytes_per_token"] == pytest.approx(1536 * 3.5 / 4)
+    assert info["kvacc_attention_mass"] == pytest.approx(0.9 * 3.5 / 4)
+    assert info["kvacc_recall"] == pytest.approx(0.8 * 3.5 / 4)
+    assert info["kvacc_mass_by_layer"] == (None, pytest.approx(0.9 * 3.5 / 4))
+    assert info["kvacc_recall_by_layer"] == (None, pytest.approx(0.8 * 3.5 / 4))
+    said = "kept 100.0%, moved 1.3 KiB/token, attention mass 78.8%, recall 70.0%, acted on 0 of 2 requests"
+    assert said in caplog.text
+
+
+def test_nothing_is_said_of_selecting_where_nothing_was_selected(lm, caplog):
+    lm.loglikelihood([ask("ab", "c")])
+    with caplog.at_level("INFO", "lm_eval.kvacc"):
+        info = lm.get_model_info()
+    assert not any("moved" in name or "recall" in name or "mass" in name for name in info)
+    assert "kept 100.0%, acted on 0 of 1 requests" in caplog.text
 
 
 def test_records_are_in_the_order_of_the_requests(lm):

@@ -25,7 +25,9 @@ NAME = "kvacc"
 
 
 class Session(Protocol):
-    """What one forward pass (or one generation) does in each attention layer."""
+    """What one forward pass (or one generation) does in each attention layer. With an
+    attribute ``inputs`` (:class:`~kvacc.engine.speculation.Inputs`) it is also told what the
+    layers are given."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """The attention output [B, Q, n, V]."""
@@ -56,16 +58,13 @@ class AttentionCall:
 
     def part(self, first: int, count: int, columns: int) -> AttentionCall:
         """The same call for ``count`` queries from ``first`` on and the first ``columns`` keys."""
-        return AttentionCall(
-            self.module,
-            self.layer,
-            self.query[:, :, first : first + count],
-            self.key[:, :, :columns],
-            self.value[:, :, :columns],
-            self.scaling,
-            self.softcap,
-            self.aux,
+        return self.with_tensors(
+            self.query[:, :, first : first + count], self.key[:, :, :columns], self.value[:, :, :columns]
         )
+
+    def with_tensors(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> AttentionCall:
+        """The same layer's attention over other tensors."""
+        return AttentionCall(self.module, self.layer, query, key, value, self.scaling, self.softcap, self.aux)
 
 
 _ACTIVE: ContextVar[Session | None] = ContextVar("kvacc_session", default=None)
@@ -75,8 +74,10 @@ _ACTIVE: ContextVar[Session | None] = ContextVar("kvacc_session", default=None)
 def active(session: Session) -> Iterator[None]:
     """Let ``session`` answer the attention calls made inside the block."""
     token = _ACTIVE.set(session)
+    inputs = getattr(session, "inputs", None)
     try:
-        yield
+        with inputs.watching() if inputs else contextlib.nullcontext():
+            yield
     finally:
         _ACTIVE.reset(token)
 

@@ -10,6 +10,7 @@ import torch
 from kvacc.engine import attention
 from kvacc.engine.stepping import RowReading
 from kvacc.engine.wrapped import WrappedModel
+from kvacc.select_strategy import SelectStrategy
 from kvacc.strategy import Strategy
 
 
@@ -21,11 +22,14 @@ class Generated:
         tokens: tokens of its answer, the one that ended it included.
         kept_fraction: mean over the queries that produced them.
         hidden: an entry was hidden from one of them.
+        moved_bytes: mean over these queries of the bytes brought from the host pool; None
+            unless the strategy selects.
     """
 
     tokens: int
     kept_fraction: float
     hidden: bool
+    moved_bytes: float | None = None
 
 
 def generate(
@@ -66,5 +70,7 @@ def generate(
             (float(kept[b * copies]), bool(hidden[b * copies])) for kept, hidden in session.passes[:count]
         ]
         kept = sum(k for k, _ in reads) / len(reads) if reads else 1.0
-        measured.append(Generated(count, kept, any(h for _, h in reads)))
+        moved = [float(each[b * copies]) for each in session.moved[:count]]
+        mean = sum(moved) / len(moved) if moved and isinstance(strategy, SelectStrategy) else None
+        measured.append(Generated(count, kept, any(h for _, h in reads), mean))
     return tokens, measured

@@ -11,6 +11,9 @@ from kvacc.engine.layers import LayerKind
 from kvacc.engine.plan import Plan
 from kvacc.engine.rotary import Rotation
 from kvacc.engine.scan import Entries, Scan, masked_softmax, scan_block, start_scan
+from kvacc.engine.selecting import ask, attend_selected, entry_bytes, layer_context, quality, selects_in
+from kvacc.engine.speculation import Speculation
+from kvacc.select_strategy import Asked, NewEntries, SelectStrategy
 from kvacc.strategy import EvictStrategy, Strategy
 
 BLOCK_BYTES = 64 * 2**20
@@ -25,6 +28,10 @@ class ParallelSession:
             of visible entries, averaged over KV heads.
         hidden: bool [B, T], an entry was hidden from the query in some layer.
         layers: number of attention layers answered.
+        modules: layer -> the attention module that called.
+        moved: float64 [B, T], bytes that a query brings from the host pool, all layers together.
+        mass, recall: layer -> float64 [B, T] at counted queries, for layers that select; see
+            :class:`~kvacc.engine.selecting.Quality`.
         decisions: layer -> bool [B, H, T, T], only with ``record=True`` (tests).
     """
 
@@ -37,8 +44,11 @@ class ParallelSession:
         latent: bool = False,
         record: bool = False,
         reference: bool = False,
+        speculation: Speculation | None = None,
     ):
         self.plan = plan
+        self.speculation = speculation
+        self.inputs = speculation.inputs if speculation else None
         self.strategy = strategy
         self.kinds = kinds
         self.rotation = rotation
@@ -47,7 +57,11 @@ class ParallelSession:
         self.reference = reference
         self.kept = torch.zeros(plan.tokens.shape, dtype=torch.float64, device=plan.tokens.device)
         self.hidden = torch.zeros_like(plan.counted)
+        self.moved = torch.zeros_like(self.kept)
+        self.mass: dict[int, torch.Tensor] = {}
+        self.recall: dict[int, torch.Tensor] = {}
         self.layers = 0
+        self.modules: dict[int, torch.nn.Module] = {}
         self.decisions: dict[int, torch.Tensor] = {}
         self._longest = int(plan.position.max()) + 1
         self._plans = {plan.tokens.device: plan}
@@ -56,11 +70,16 @@ class ParallelSession:
     def attend(self, call: AttentionCall) -> torch.Tensor:
         kind = self.kinds[call.layer]
         self.layers += 1
+        self.modules[call.layer] = call.module
         if kind.name == "full" and isinstance(self.strategy, EvictStrategy):
             kind.require_length(self._longest)
             if not self.strategy.causal:
                 return self._from_all_queries(call)
             return self._replay(call)
+        if kind.name == "full" and isinstance(self.strategy, SelectStrategy):
+            kind.require_length(self._longest)
+            if selects_in(self.strategy, call.layer, self.speculation):
+                return self._select(call)
         self.kept += 1
         return dense_attention(call, self._mask(kind, call.query.device))
 
@@ -98,6 +117,64 @@ class ParallelSession:
         if self.record:
             self.decisions[call.layer] = visible
         return out
+
+    def _select(self, call: AttentionCall) -> torch.Tensor:
+        """A strategy that forgets nothing: each query reads a selection."""
+        rows, query_heads, width, _ = call.query.shape
+        heads = self._deciding_heads(call)
+        plan = self._plan_on(call.query.device)
+        context = layer_context(call, heads, plan.compressed, self.rotation, self.speculation)
+        selector = self.strategy.selector(context)
+        selector.extend(NewEntries(call.key, plan.position, plan.previous, plan.segment >= 0))
+        speculated = self.speculation.queries(call) if self.speculation else None
+        each = entry_bytes(call, self.latent)
+        block = max(1, BLOCK_BYTES // (4 * rows * query_heads * width))
+        outputs, counts, masks = [], [], []
+        for first in range(0, width, block):
+            count = min(block, width - first)
+            here, columns = slice(first, first + count), first + count
+            part = call.part(first, count, columns)
+            readable = plan.ancestors[:, here, :columns] & (plan.segment >= 0)[:, here, None]
+            asked = Asked(
+                query=part.query,
+                speculated=None if speculated is None else speculated[:, :, here],
+                position=plan.position[:, here],
+                budget=plan.budget[:, here].long(),
+                acts=plan.acts[:, here],
+                compresses=plan.compresses[:, here],
+                readable=readable,
+                entry_position=plan.position[:, :columns],
+                own=torch.arange(first, columns, device=call.query.device),
+                logits=lambda query, key, part=part: attention_logits(part, query, key),
+            )
+            chosen = ask(selector, asked)
+            outputs.append(
+                attend_selected(part, chosen, self.rotation, asked.position, asked.entry_position[:, None])
+            )
+            counts.append(chosen.visible.sum(-1, dtype=torch.int32))
+            brought = counts[-1].sum(1) - (chosen.visible & asked.itself()).sum((1, 3))
+            self.moved[:, here] += (brought * each * asked.acts).to(self.moved.device)
+            self._judge(part, chosen.visible, readable, first)
+            if self.record:
+                masks.append(torch.nn.functional.pad(chosen.visible, (0, width - columns)))
+        self._count(torch.cat(counts, 2))
+        if self.record:
+            self.decisions[call.layer] = torch.cat(masks, 2)
+        return torch.cat(outputs, 2)
+
+    def _judge(self, call: AttentionCall, visible: torch.Tensor, readable: torch.Tensor, first: int) -> None:
+        """The quality of the selection at counted queries, which are few."""
+        count = call.query.shape[2]
+        counted = self.plan.counted[:, first : first + count].any(0).nonzero()[:, 0]
+        if call.layer not in self.mass:
+            self.mass[call.layer] = torch.zeros_like(self.kept)
+            self.recall[call.layer] = torch.zeros_like(self.kept)
+        if counted.numel():
+            at = counted.to(call.query.device)
+            some = call.with_tensors(call.query[:, :, at], call.key, call.value)
+            found = quality(some, visible[:, :, at], readable[:, at])
+            self.mass[call.layer][:, first + counted] = found.mass.to(self.kept.device)
+            self.recall[call.layer][:, first + counted] = found.recall.to(self.kept.device)
 
     def _from_all_queries(self, call: AttentionCall) -> torch.Tensor:
         """A rule that needs every query of the row at once (H2O's ``scores=global``)."""

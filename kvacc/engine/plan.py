@@ -151,6 +151,7 @@ class Plan:
         dense, compress: bool [B, S].
         budget, recent, sinks: int32 [B, T], limits that hold after each token.
         counted: bool [B, T], the scored queries.
+        compressed: long [B], the length that a fractional budget refers to.
     """
 
     tokens: torch.Tensor
@@ -165,9 +166,35 @@ class Plan:
     recent: torch.Tensor
     sinks: torch.Tensor
     counted: torch.Tensor
+    compressed: torch.Tensor
 
     def to(self, device: torch.device | str) -> Plan:
         return Plan(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
+    @functools.cached_property
+    def previous(self) -> torch.Tensor:
+        """long [B, T]: index of the token before each one on its path; -1 at the first of a
+        row and at padding."""
+        own = self.segment.long().clamp(min=0)
+        column = torch.arange(own.shape[1], device=own.device).expand_as(own)
+        up = self.parent.long().gather(1, own)
+        end = self.stop.long().gather(1, up.clamp(min=0)) - 1
+        starts = self.start.long().gather(1, own) == column
+        before = torch.where(starts, torch.where(up >= 0, end, -1), column - 1)
+        return torch.where(self.segment >= 0, before, -1)
+
+    @functools.cached_property
+    def acts(self) -> torch.Tensor:
+        """bool [B, T]: the strategy acts on the token; False in a dense segment."""
+        return ~self.dense.gather(1, self.segment.long().clamp(min=0)) & (self.segment >= 0)
+
+    @functools.cached_property
+    def compresses(self) -> torch.Tensor:
+        """bool [B, T]: the token ends a dense segment."""
+        own = self.segment.long().clamp(min=0)
+        column = torch.arange(own.shape[1], device=own.device)
+        ends = (self.stop.gather(1, own) == column + 1) & self.compress.gather(1, own)
+        return ends & (self.segment >= 0)
 
     @functools.cached_property
     def ancestors(self) -> torch.Tensor:
@@ -220,6 +247,7 @@ def make_plan(rows: Sequence[Row], strategy: Strategy) -> Plan:
         recent=grid([x[1] for x in limits], width, 0, torch.int32),
         sinks=grid([x[2] for x in limits], width, 0, torch.int32),
         counted=counted,
+        compressed=torch.tensor([row.compressed for row in rows], dtype=torch.long),
     )
 
 
@@ -235,8 +263,10 @@ def limits_for(
 ) -> tuple[list[int], list[int], list[int]]:
     """Budget, recent count and sink count after the token at each ``position``."""
     if not isinstance(strategy, EvictStrategy):
-        count = len(position)
-        return [NO_LIMIT] * count, [0] * count, [0] * count
+        if not strategy.has_budget:
+            return [NO_LIMIT] * len(position), [0] * len(position), [0] * len(position)
+        budgets = [strategy.budget.entries(compressed, place + 1) for place in position]
+        return budgets, [0] * len(position), [0] * len(position)
     known: dict[int, tuple[int, int, int]] = {}
     out: list[tuple[int, int, int]] = []
     for place in position:

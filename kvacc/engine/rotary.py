@@ -126,6 +126,11 @@ def _explain(key: torch.Tensor, exact: bool, candidates: list[torch.Tensor], ref
     raise refusal
 
 
+def has_rotary_positions(model) -> bool:
+    """False where keys and queries carry no rotary positions (OPT, GPT-2)."""
+    return bool(_frequencies(model))
+
+
 def _frequencies(model) -> list[torch.Tensor]:
     """Every set of rotary frequencies that the model holds, radians per position."""
     found = [

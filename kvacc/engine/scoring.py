@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kvacc.engine import attention
+from kvacc.engine.parallel import ParallelSession
 from kvacc.engine.plan import Request, Row, build_rows, make_plan
 from kvacc.engine.stepping import RowReading
 from kvacc.engine.wrapped import WrappedModel
 from kvacc.errors import KvaccError
+from kvacc.select_strategy import SelectStrategy
 from kvacc.strategy import Strategy
 
 LOGIT_BYTES = 256 * 2**20
@@ -29,12 +31,19 @@ class Score:
         greedy: every token of the continuation was the most likely one.
         kept_fraction: visible over possible entries, mean over scored queries, layers, heads.
         hidden: an entry was hidden from a scored query.
+        moved_bytes, attention_mass, recall, mass_by_layer, recall_by_layer: of strategies
+            that select, as in :class:`kvacc.records.RequestRecord`.
     """
 
     loglikelihood: float
     greedy: bool
     kept_fraction: float
     hidden: bool
+    moved_bytes: float | None = None
+    attention_mass: float | None = None
+    recall: float | None = None
+    mass_by_layer: tuple[float | None, ...] | None = None
+    recall_by_layer: tuple[float | None, ...] | None = None
 
 
 def default_batch_tokens(device: torch.device) -> int:
@@ -61,7 +70,7 @@ def score_documents(
         a Score for each request, in the order given.
     """
     batch_tokens = batch_tokens or default_batch_tokens(wrapped.device)
-    share = wrapped.shares_trees and strategy.causal
+    share = wrapped.shares_trees and strategy.shares_trees
     numbered: list[Request] = []
     rows: list[Row] = []
     for document in documents:
@@ -140,17 +149,69 @@ def _score_batch(
             f"{wrapped.model.dtype}); use dtype=bfloat16 or float32"
         )
     kept = (session.kept / session.layers).cpu()
-    hidden = session.hidden.cpu()
-    gathered: dict[int, list[tuple[float, bool, float, bool]]] = {}
+    hidden, moved = session.hidden.cpu(), session.moved.cpu()
+    quality = _by_layer(session, wrapped.layers)
+    gathered: dict[int, list[Query]] = {}
     for i, (number, b, query) in enumerate(owners):
-        values = (logprobs[i], best[i], float(kept[b, query]), bool(hidden[b, query]))
-        gathered.setdefault(number, []).append(values)
-    return [(number, _combine(values)) for number, values in gathered.items()]
+        measured = Query(
+            logprobs[i], best[i], float(kept[b, query]), bool(hidden[b, query]), float(moved[b, query])
+        )
+        measured.mass, measured.recall = (values[b, query] for values in quality) if quality else (None, None)
+        gathered.setdefault(number, []).append(measured)
+    return [(number, _combine(queries, bool(quality))) for number, queries in gathered.items()]
 
 
-def _combine(values: list[tuple[float, bool, float, bool]]) -> Score:
-    logprobs, best, kept, hidden = zip(*values, strict=True)
-    return Score(sum(logprobs), all(best), sum(kept) / len(kept), any(hidden))
+@dataclass
+class Query:
+    """What was measured of one scored query; ``mass`` and ``recall`` [layers], NaN in a layer
+    that reads everything, of strategies that select."""
+
+    logprob: float
+    greedy: bool
+    kept: float
+    hidden: bool
+    moved: float = 0.0
+    mass: torch.Tensor | None = None
+    recall: torch.Tensor | None = None
+
+
+def _by_layer(session: ParallelSession, layers: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Mass and recall [B, T, layers] of a strategy that selects."""
+    if not session.mass:
+        return None
+    out = []
+    for measured in (session.mass, session.recall):
+        values = torch.full((*session.kept.shape, layers), float("nan"), dtype=torch.float64)
+        for layer, value in measured.items():
+            values[..., layer] = value.cpu()
+        out.append(values)
+    return out[0], out[1]
+
+
+def _combine(queries: list[Query], selects: bool) -> Score:
+    count = len(queries)
+    score = Score(
+        sum(query.logprob for query in queries),
+        all(query.greedy for query in queries),
+        sum(query.kept for query in queries) / count,
+        any(query.hidden for query in queries),
+        sum(query.moved for query in queries) / count if selects else None,
+    )
+    if queries[0].mass is None:
+        return score
+    mass = torch.stack([query.mass for query in queries]).mean(0)
+    recall = torch.stack([query.recall for query in queries]).mean(0)
+    return replace(
+        score,
+        attention_mass=float(mass.nanmean()),
+        recall=float(recall.nanmean()),
+        mass_by_layer=_known(mass),
+        recall_by_layer=_known(recall),
+    )
+
+
+def _known(values: torch.Tensor) -> tuple[float | None, ...]:
+    return tuple(None if math.isnan(value) else value for value in values.tolist())
 
 
 def token_logprobs(
@@ -191,7 +252,7 @@ def score_by_steps(
     )
     tokens = torch.tensor([[0] * p + list(r.tokens) for p, r in zip(padding, requests, strict=True)])
     tokens = tokens.to(wrapped.device)
-    values: list[list[tuple[float, bool, float, bool]]] = [[] for _ in requests]
+    values: list[list[Query]] = [[] for _ in requests]
     kept_logits: list[list[torch.Tensor]] = [[] for _ in requests]
     with attention.active(session), torch.inference_mode():
         for column in range(width):
@@ -204,9 +265,12 @@ def score_by_steps(
                     logits[b : b + 1], torch.tensor([0]), torch.tensor([request.targets[which]])
                 )
                 kept, hidden = session.passes[-1]
-                values[b].append((logprob[0], best[0], float(kept[b]), bool(hidden[b])))
+                # A prefill has its entries on the device, although here it is read by steps.
+                moved = 0.0 if column - padding[b] < request.dense else float(session.moved[-1][b])
+                values[b].append(Query(logprob[0], best[0], float(kept[b]), bool(hidden[b]), moved))
                 kept_logits[b].append(logits[b])
-    return [_combine(v) for v in values], [torch.stack(x) for x in kept_logits]
+    selects = isinstance(strategy, SelectStrategy)
+    return [_combine(v, selects) for v in values], [torch.stack(x) for x in kept_logits]
 
 
 def step_forward(wrapped: WrappedModel, session, tokens: torch.Tensor, first: int) -> torch.Tensor:

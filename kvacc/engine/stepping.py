@@ -20,10 +20,14 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from kvacc.engine.attention import AttentionCall, attention_logits, dense_attention, weighted_values
 from kvacc.engine.layers import LayerKind
+from kvacc.engine.offload import OffloadedLayer
+from kvacc.engine.offloaded_attention import OffloadedAttention
 from kvacc.engine.parallel import _grouped_aux, replay
 from kvacc.engine.plan import NO_LIMIT, Plan, limits_for
 from kvacc.engine.rotary import Rotation
 from kvacc.engine.scan import Entries, masked_softmax, start_scan
+from kvacc.engine.selecting import selects_in
+from kvacc.engine.speculation import Speculation
 from kvacc.errors import KvaccError
 from kvacc.strategy import EvictStrategy, Strategy
 
@@ -156,6 +160,9 @@ class StepSession:
         passes: for each forward pass so far, what its last query read:
             (kept float64 [B], share of entries visible, mean over layers and KV heads;
             hidden bool [B], some entry was hidden).
+        moved: for each forward pass, bytes brought from the host pool, long [B].
+        reads: with ``record``, for each forward pass: layer -> bool [B, H, n, C], what each of
+            its queries read of all columns seen so far, padding included.
     """
 
     def __init__(
@@ -167,6 +174,8 @@ class StepSession:
         rotation: Rotation | None = None,
         latent: bool = False,
         device: torch.device | str = "cpu",
+        speculation: Speculation | None = None,
+        record: bool = False,
     ):
         if not strategy.causal:
             raise KvaccError(f"{strategy!r} reads future tokens, so it cannot decode token by token")
@@ -177,8 +186,18 @@ class StepSession:
         self.cache = DynamicCache(config=config.get_text_config(decoder=True))
         for index, kind in enumerate(kinds):
             if kind.name == "full":
-                self.cache.layers[index] = KeptLayer(1 if latent else None)
+                selects = selects_in(strategy, index, speculation)
+                self.cache.layers[index] = OffloadedLayer() if selects else KeptLayer(1 if latent else None)
+        self.inputs = speculation.inputs if speculation else None
+        self.record = record
+        self.reads: list[dict[int, torch.Tensor]] = []
+        self._reads: dict[int, torch.Tensor] = {}
+        self.moved: list[torch.Tensor] = []
+        self._moved = torch.zeros(len(self.rows), dtype=torch.long, device=device)
         self.padding = torch.tensor([r.padding for r in rows], device=device)
+        self._offloaded = OffloadedAttention(
+            strategy, self.rows, self.cache.layers, rotation, latent, speculation
+        )
         self.passes: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._kept = torch.zeros(len(self.rows), dtype=torch.float64, device=device)
         self._hidden = torch.zeros(len(self.rows), dtype=torch.bool, device=device)
@@ -190,13 +209,23 @@ class StepSession:
         out = self._answer(call)
         if call.layer == self._last_layer:
             self.passes.append((self._kept / self._layers, self._hidden.clone()))
+            self.moved.append(self._moved.clone())
+            if self.record:
+                self.reads.append(self._reads)
+                self._reads = {}
             self._kept.zero_()
             self._hidden.zero_()
+            self._moved.zero_()
         return out
 
     def _answer(self, call: AttentionCall) -> torch.Tensor:
         count = call.query.shape[2]
         layer = self.cache.layers[call.layer]
+        if isinstance(layer, OffloadedLayer):
+            self.kinds[call.layer].require_length(layer.seen)
+            return self._selected(call, layer)
+        # The layer after one whose entries are on the device may be offloaded.
+        self._offloaded.fetch_for_the_next(call)
         if not isinstance(layer, KeptLayer):
             return self._windowed(call, self.kinds[call.layer], layer.get_seq_length())
         if call.key.shape[2] != layer.keys.shape[2]:
@@ -209,6 +238,22 @@ class StepSession:
             return self._one_token(call, layer, first)
         return self._chunk(call, layer, first)
 
+    def _selected(self, call: AttentionCall, layer: OffloadedLayer) -> torch.Tensor:
+        out, visible, position, moved = self._offloaded.attend(call, layer)
+        self._moved += moved.to(self._moved.device)
+        self._measure(visible[:, :, -1].sum(-1), position[:, -1])
+        columns = torch.arange(visible.shape[-1], device=visible.device)
+        self._note(call.layer, visible, columns.expand(*visible.shape[:2], -1), layer.seen)
+        return out
+
+    def _note(self, layer: int, visible: torch.Tensor, columns: torch.Tensor, total: int) -> None:
+        """With ``record``: visible bool [B, H, n, S] of slots that are ``columns`` [B, H, S]."""
+        if self.record:
+            rows, heads, count, _ = visible.shape
+            columns = columns.clamp(0, total - 1)[:, :, None].expand_as(visible)
+            read = torch.zeros(rows, heads, count, total, dtype=torch.uint8, device=visible.device)
+            self._reads[layer] = read.scatter_reduce(3, columns, visible.to(torch.uint8), "amax").bool()
+
     def _windowed(self, call: AttentionCall, kind: LayerKind, end: int) -> torch.Tensor:
         """A sliding or chunked layer: its entries are the newest of ``end`` columns, in order."""
         count, width = call.query.shape[2], call.key.shape[2]
@@ -220,6 +265,8 @@ class StepSession:
         if window is not None:
             mask = mask & window
         self._kept += 1
+        columns = torch.arange(end - width, end, device=mask.device).expand(mask.shape[0], 1, -1)
+        self._note(call.layer, mask[:, None], columns, end)
         return dense_attention(call, _never_empty(mask)[:, None])
 
     def _full(self, call: AttentionCall, layer: KeptLayer, first: int) -> torch.Tensor:
@@ -233,6 +280,9 @@ class StepSession:
         place = key[:, None].expand(rows, heads, width)
         layer.entries = Entries(place, place >= 0, torch.zeros(rows, heads, width, device=key.device))
         self._kept += 1
+        self._note(
+            call.layer, mask[:, None], torch.arange(width, device=mask.device).expand(rows, 1, -1), width
+        )
         return dense_attention(call, _never_empty(mask)[:, None])
 
     def _one_token(self, call: AttentionCall, layer: KeptLayer, column: int) -> torch.Tensor:
@@ -273,6 +323,12 @@ class StepSession:
             score = strategy.observe(entries.score, read)
             entries.score = torch.where(real[:, None, None], score, entries.score)
         self._measure(entries.alive.sum(-1), position)
+        self._note(
+            call.layer,
+            (entries.alive & real[:, None, None])[:, :, None],
+            entries.position + padding[:, None, None],
+            layer.seen,
+        )
         evicts, budget, recent, sinks = self._limits(position)
         if evicts.any():
             keep, score = strategy.keep(
@@ -308,7 +364,11 @@ class StepSession:
             column = torch.arange(stored.shape[-1], device=stored.device)
             readable = (column >= self.padding.to(stored.device)[:, None])[:, None].expand_as(stored)
         scan = start_scan(plan, self.strategy, layer.entries, call.layer, readable)
-        out, seen_by, _ = replay(scan, call, self.rotation)
+        stored = layer.entries.position + self.padding.to(call.key.device)[:, None, None]
+        out, seen_by, visible = replay(scan, call, self.rotation, record=self.record)
+        if self.record:
+            arrived = torch.arange(first, layer.seen, device=stored.device).expand(*stored.shape[:2], -1)
+            self._note(call.layer, visible, torch.cat([stored, arrived], -1), layer.seen)
         position = plan.position[:, -1]
         real = plan.segment[:, -1] >= 0
         self._measure(seen_by[:, :, -1], torch.where(real, position, -1))
@@ -355,6 +415,7 @@ class StepSession:
             recent=limit(1),
             sinks=limit(2),
             counted=torch.zeros(shape, dtype=torch.bool),
+            compressed=torch.tensor([row.compressed for row in self.rows]),
         ).to(device)
 
     def _measure(self, visible: torch.Tensor, position: torch.Tensor) -> None:
@@ -365,14 +426,21 @@ class StepSession:
         self._hidden |= (visible < could).any(1) & (position >= 0)
 
     def measured_bytes(self) -> int:
-        """Bytes of keys and values held now, in every layer that stores entries."""
+        """Bytes held on the device now: keys and values in every layer that stores entries there,
+        and the summaries of offloaded ones."""
         total = 0
         for layer in self.cache.layers:
             if isinstance(layer, KeptLayer):
                 total += layer.measured_bytes()
+            elif isinstance(layer, OffloadedLayer):
+                total += layer.device_bytes()
             elif getattr(layer, "keys", None) is not None:
                 total += layer.keys.nbytes + layer.values.nbytes
         return total
+
+    def host_bytes(self) -> int:
+        """Bytes of keys and values in host memory now."""
+        return sum(layer.host_bytes() for layer in self.cache.layers if isinstance(layer, OffloadedLayer))
 
 
 def _never_empty(mask: torch.Tensor) -> torch.Tensor:

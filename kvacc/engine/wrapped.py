@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,9 +11,12 @@ from kvacc.engine import attention
 from kvacc.engine.layers import LayerKind, layer_kinds, shares_latent
 from kvacc.engine.parallel import ParallelSession
 from kvacc.engine.plan import Plan, Request, build_rows, make_plan
-from kvacc.engine.rotary import Rotation, find_rotation
+from kvacc.engine.rotary import Rotation, find_rotation, has_rotary_positions
+from kvacc.engine.skewing import skewing_for
+from kvacc.engine.speculation import Inputs, Speculation, token_mixers
 from kvacc.engine.stepping import RowReading, StepSession
 from kvacc.errors import KvaccError
+from kvacc.select_strategy import SelectStrategy
 from kvacc.strategy import EvictStrategy, Strategy, make_strategy
 
 
@@ -24,6 +27,8 @@ class WrappedModel:
         model: any decoder that calls attention through transformers' interface.
         check: compare with the model's own attention on a few tokens, so that a family
             that is wired in another way is refused instead of being scored wrongly.
+        calibration: source (a strategy's ``calibration`` option) -> tokens of that text, for
+            strategies that prepare themselves on some plain text; the caller has the tokenizer.
 
     Attributes:
         shares_trees: options of a document may share a row. False for models with
@@ -33,8 +38,9 @@ class WrappedModel:
         KvaccError: the family does not call the interface, or computes something else.
     """
 
-    def __init__(self, model, check: bool = True):
+    def __init__(self, model, check: bool = True, calibration: Callable[[str], list[int]] | None = None):
         self.model = model.eval()
+        self.calibration = calibration
         self.config = model.config.get_text_config(decoder=True)
         self.family = self.config.model_type
         if not model._can_set_attn_implementation():
@@ -46,6 +52,8 @@ class WrappedModel:
         self.kinds = layer_kinds(model.config)
         self.latent = shares_latent(model.config)
         self._rotation: Rotation | None = None
+        self._modules: dict[int, torch.nn.Module] = {}
+        self._speculations: dict[tuple, Speculation] = {}
         accepts = inspect.signature(model.forward).parameters
         recurrent = any(kind.name == "other" for kind in self.kinds)
         self.shares_trees = "position_ids" in accepts and not recurrent
@@ -63,10 +71,11 @@ class WrappedModel:
         window, so its layers are treated as full up to that length.
 
         Raises:
-            KvaccError: there is no layer in which an evicting strategy could act.
+            KvaccError: there is no layer in which the strategy could act.
         """
         attending = {kind for kind in self.kinds if kind.name != "other"}
-        if not isinstance(strategy, EvictStrategy) or any(kind.name == "full" for kind in attending):
+        acts = isinstance(strategy, (EvictStrategy, SelectStrategy))
+        if not acts or any(kind.name == "full" for kind in attending):
             return self.kinds
         if len(attending) == 1 and next(iter(attending)).name == "sliding":
             return [kind if kind.name == "other" else LayerKind("full", kind.window) for kind in self.kinds]
@@ -76,17 +85,53 @@ class WrappedModel:
         )
 
     @property
+    def layers(self) -> int:
+        return len(self.kinds)
+
+    @property
     def device(self) -> torch.device:
         return self.model.device
 
     def rotation_for(self, strategy: Strategy) -> Rotation | None:
         """The model's rotary convention, found once, if ``strategy`` needs it."""
-        if not getattr(strategy, "rotates_to_cache_positions", False):
+        needs = "needs_rotation" if isinstance(strategy, SelectStrategy) else "rotates_to_cache_positions"
+        if not getattr(strategy, needs, False):
             return None
         if self._rotation is None:
             full = [i for i, kind in enumerate(self.kinds_for(strategy)) if kind.name == "full"]
             self._rotation = find_rotation(self.model, full, self.latent)
         return self._rotation
+
+    def speculation_for(self, strategy: Strategy) -> Speculation | None:
+        """Skewed partial queries and keys, prepared once per model and calibration text."""
+        if not getattr(strategy, "needs_speculation", False):
+            return None
+        if self.calibration is None:
+            raise KvaccError(
+                f"{strategy!r} prepares itself on a text: give WrappedModel calibration=, a function "
+                "that returns the text's tokens"
+            )
+        chosen = (strategy.skew, strategy.partial_ratio, strategy.columns, strategy.speculate_from)
+        key = (strategy.calibration_digest, *chosen)
+        if key not in self._speculations:
+            tokens = self.calibration(strategy.calibration)
+            skewing = skewing_for(self, tokens, strategy.calibration_digest, skew=strategy.skew)
+            recurrent = {layer for layer, kind in enumerate(self.kinds) if kind.name == "other"}
+            self._speculations[key] = Speculation(
+                Inputs(self.attention_modules(), token_mixers(self.model, recurrent)),
+                skewing,
+                *chosen[1:],
+                foldable=not has_rotary_positions(self.model),
+            )
+        return self._speculations[key]
+
+    def attention_modules(self) -> dict[int, torch.nn.Module]:
+        """layer -> the module whose attention kvacc answers, as seen in a forward pass."""
+        if not self._modules:
+            rows = build_rows(self._probe_requests()[:1], share=False)
+            full = make_strategy("full")
+            self._modules = self.parallel(make_plan(rows, full), full)[1].modules
+        return self._modules
 
     def parallel(
         self, plan: Plan, strategy: Strategy, record: bool = False, reference: bool = False
@@ -99,7 +144,14 @@ class WrappedModel:
         plan = plan.to(self.device)
         rotation = self.rotation_for(strategy)
         session = ParallelSession(
-            plan, strategy, self.kinds_for(strategy), rotation, self.latent, record, reference
+            plan,
+            strategy,
+            self.kinds_for(strategy),
+            rotation,
+            self.latent,
+            record,
+            reference,
+            self.speculation_for(strategy),
         )
         arguments = {"position_ids": plan.position} if self.takes_positions else {}
         with attention.active(session), _only(self.model, plan.counted), torch.inference_mode():
@@ -107,8 +159,9 @@ class WrappedModel:
         self._require_calls(session.layers)
         return out.logits[0], session
 
-    def step(self, strategy: Strategy, rows: Sequence[RowReading]) -> StepSession:
-        """A fresh session for decoding, with a cache of its own."""
+    def step(self, strategy: Strategy, rows: Sequence[RowReading], record: bool = False) -> StepSession:
+        """A fresh session for decoding, with a cache of its own. With ``record`` it notes what
+        every query reads."""
         return StepSession(
             self.model.config,
             strategy,
@@ -117,6 +170,8 @@ class WrappedModel:
             self.rotation_for(strategy),
             self.latent,
             self.device,
+            self.speculation_for(strategy),
+            record,
         )
 
     def _require_calls(self, layers: int) -> None:
