@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from kvacc import task_catalog
 from kvacc.environment import environment_of
 from kvacc.errors import KvaccError
-from kvacc.records import RequestRecord
+from kvacc.records import SELECTION, RequestRecord, mean_selection
 from kvacc.results import (
     METRIC_PREFIX,
     CellResult,
@@ -86,11 +86,12 @@ def evaluate_cell(
     seconds = time.perf_counter() - begin
 
     documents = _documents(outcome["samples"][spec.task])
-    rows = _rows(spec, task, documents, lm.records)
+    records = _records_by_instance(spec, task, lm.records)
+    rows = _rows(spec, task, documents, records)
     values = _values_by_metric(outcome["samples"][spec.task])
     scores = _scores(spec.task, task, outcome["results"][spec.task], values, rows)
     _add_metric_columns(rows, values, scores)
-    measured = _measured(rows)
+    measured = _measured(rows, records)
     return CellResult(
         cell_id=spec.cell_id,
         spec=SpecRecord(**spec.asked()),
@@ -114,6 +115,7 @@ def evaluate_cell(
             causal=spec.strategy.causal,
             physical_eviction=spec.strategy.physical_eviction,
             is_control=spec.strategy.is_control,
+            offloads=getattr(spec.strategy, "offloads", False),
             repr=repr(spec.strategy),
         ),
         environment=environment_of(str(lm.device)),
@@ -212,21 +214,26 @@ def _values_by_metric(samples: Sequence[dict[str, Any]]) -> dict[str, dict[int, 
     return values
 
 
+def _records_by_instance(spec: CellSpec, task: Task, records: Sequence[RequestRecord]) -> list[RequestRecord]:
+    """The backend's record of each of the task's requests."""
+    known: dict[tuple[int | None, int], RequestRecord] = {}
+    for record in records:
+        known.setdefault((record.doc_id, record.option), record)
+    for instance in task.instances:
+        if (instance.doc_id, instance.idx) not in known:
+            raise RuntimeError(
+                f"the backend has no record of {spec.task} document {instance.doc_id}, option {instance.idx}"
+            )
+    return [known[instance.doc_id, instance.idx] for instance in task.instances]
+
+
 def _rows(
     spec: CellSpec, task: Task, documents: dict[int, dict[str, Any]], records: Sequence[RequestRecord]
 ) -> list[dict[str, Any]]:
     """One row per request: lm-eval's answer joined with the backend's record of it."""
-    measured: dict[tuple[int | None, int], RequestRecord] = {}
-    for record in records:
-        measured.setdefault((record.doc_id, record.option), record)
     rows = []
-    for instance in task.instances:
+    for instance, record in zip(task.instances, records, strict=True):
         sample = documents[instance.doc_id]
-        record = measured.get((instance.doc_id, instance.idx))
-        if record is None:
-            raise RuntimeError(
-                f"the backend has no record of {spec.task} document {instance.doc_id}, option {instance.idx}"
-            )
         rows.append(
             {
                 "doc_id": instance.doc_id,
@@ -247,6 +254,7 @@ def _rows(
                 "truncated_tokens": record.truncated_tokens,
                 "budget_entries": record.budget_entries,
                 "bos_tokens": record.bos_tokens,
+                **{name: getattr(record, name) for name in SELECTION},
             }
         )
     return rows
@@ -310,13 +318,14 @@ def _primary_metric(preferred: str | None, scores: dict[str, Score]) -> str:
     return (with_filter or list(scores))[0]
 
 
-def _measured(rows: Sequence[dict[str, Any]]) -> MeasuredRecord:
+def _measured(rows: Sequence[dict[str, Any]], records: Sequence[RequestRecord]) -> MeasuredRecord:
     scored = sum(row["scored_tokens"] for row in rows)
     kept = math.fsum(row["kept_fraction"] * row["scored_tokens"] for row in rows)
     unreachable = sum(row["unreachable_tokens"] for row in rows)
     documents = {row["doc_id"] for row in rows}
     acted = {row["doc_id"] for row in rows if row["acted"]}
     budgets = [row["budget_entries"] for row in rows if row["budget_entries"] is not None]
+    selection = mean_selection(records, [record.scored_tokens for record in records])
     return MeasuredRecord(
         kept_fraction=kept / scored if scored else 1.0,
         acted_share=len(acted) / len(documents),
@@ -327,6 +336,8 @@ def _measured(rows: Sequence[dict[str, Any]]) -> MeasuredRecord:
         scored_tokens=scored,
         prompt_tokens_median=statistics.median(row["prompt_tokens"] for row in rows),
         bos_tokens_median=statistics.median(row["bos_tokens"] for row in rows),
+        moved_bytes_per_token=selection.pop("moved_bytes"),
+        **selection,
     )
 
 

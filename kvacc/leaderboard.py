@@ -17,10 +17,11 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvacc.errors import KvaccError
 from kvacc.leaderboard_rows import DID_NOT_ACT, NOT_SIGNIFICANT, Average, Row, averages, build
+from kvacc.records import as_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,14 +41,23 @@ entries visible to a query, `sparsity` the rest; `acted` is the share of items o
 hid an entry; `out of reach` is the share of scored tokens predicted before any compression. `rank` \
 orders rows of one budget and protocol that keep equally much; other rows are not ranked.
 """
+_SELECTION_EXPLANATION = """\
+Rows of strategies that select what each query reads from a cache in host memory: `moved/token` is \
+what was brought from there for each scored token, `mass` the share of the true attention that falls \
+on what was read, `recall` the share of the true top entries that were read, both over the layers \
+that select. Layers that read everything count in `kept`.
+"""
 
 
 class Column(NamedTuple):
     """One column of the tables."""
 
     title: str
-    cell: Callable[[Row], str]
+    cell: Callable[[Any], str]
+    """What it shows of a :class:`Row` or :class:`Average`."""
     to_right: bool = True
+    known: Callable[[Any], bool] = lambda entry: True
+    """A column of which no row is known is left out."""
 
 
 def render_table(rows: Sequence[Row], width: int | None = None) -> Table:
@@ -56,7 +66,8 @@ def render_table(rows: Sequence[Row], width: int | None = None) -> Table:
     Args:
         rows: from :func:`build`.
         width: columns of the terminal, by default the present one's. Where it is too
-            narrow, sparsity, out of reach, flips, rank and acted are left out, in this order.
+            narrow, sparsity, out of reach, mass, recall, flips, rank, acted and moved/token are
+            left out, in this order.
     """
     import rich
     from rich.table import Table
@@ -118,23 +129,20 @@ def write(rows: Sequence[Row], folder: str | Path) -> list[Path]:
 def to_markdown(rows: Sequence[Row]) -> str:
     """The whole leaderboard as Markdown, every column and note in words."""
     lines = ["# Leaderboard", "", _EXPLANATION]
-    columns = [*_COLUMNS, Column("notes", lambda row: "; ".join(row.notes) or NO_VALUE, to_right=False)]
+    if any(row.moved_bytes_per_token is not None for row in rows):
+        lines.append(_SELECTION_EXPLANATION)
+    notes = Column("notes", lambda row: "; ".join(row.notes) or NO_VALUE, to_right=False)
+    columns = [*_known(_COLUMNS, rows), notes]
     for _, members in itertools.groupby(rows, key=lambda row: row.group):
         block = list(members)
         lines += [f"## {_escaped(_heading(block[0]))}", ""]
-        lines += _markdown_table(
-            [column.title for column in columns],
-            [[column.cell(row) for column in columns] for row in block],
-            [column.to_right for column in columns],
-        )
+        lines += _markdown_table(columns, block)
         lines.append("")
     entries = averages(rows)
     if entries:
         lines += ["## Averages over tasks, each counting once", ""]
         lines += _markdown_table(
-            ["tasks", *_AVERAGE_TITLES],
-            [[_tasks_averaged(entry), *_average_cells(entry)] for entry in entries],
-            [False, *_AVERAGE_TO_RIGHT],
+            [Column("tasks", _tasks_averaged, to_right=False), *_known(_AVERAGE_COLUMNS, entries)], entries
         )
         lines.append("")
     lines += ["## Strategies as run", ""]
@@ -195,6 +203,17 @@ def _acted(row: Row) -> str:
     return NO_VALUE if row.is_full else _percent(row.acted_share)
 
 
+def _measured(title: str, field: str, text: Callable[[float], str] = _percent) -> Column:
+    """A column of a field that may be null."""
+
+    def cell(entry: Row | Average) -> str:
+        value = getattr(entry, field)
+        return NO_VALUE if value is None else text(value)
+
+    return Column(title, cell, known=lambda entry: getattr(entry, field) is not None)
+
+
+_MOVED = _measured("moved/token", "moved_bytes_per_token", as_bytes)
 _COLUMNS = (
     Column("strategy", lambda row: row.label, to_right=False),
     Column("budget", lambda row: row.budget or NO_VALUE),
@@ -204,17 +223,24 @@ _COLUMNS = (
     Column("flips", _flips),
     Column("kept", lambda row: _percent(row.kept_fraction)),
     Column("sparsity", lambda row: _percent(row.sparsity)),
+    _MOVED,
+    _measured("mass", "attention_mass"),
+    _measured("recall", "recall"),
     Column("acted", _acted),
     Column("out of reach", lambda row: _percent(row.unreachable_share)),
     Column("rank", lambda row: NO_VALUE if row.rank is None else str(row.rank)),
 )
 # From the least needed on; partial acting has a note, and ranks follow from the order.
-_DROPPED_FIRST = ("sparsity", "out of reach", "flips", "rank", "acted")
+_DROPPED_FIRST = ("sparsity", "out of reach", "mass", "recall", "flips", "rank", "acted", _MOVED.title)
+
+
+def _known(columns: Sequence[Column], entries: Sequence[Row | Average]) -> list[Column]:
+    return [column for column in columns if any(map(column.known, entries))]
 
 
 def _fitting_columns(rows: Sequence[Row], marks: dict[str, str], width: int) -> tuple[list[Column], int]:
     """The columns that fit, and the blanks between them."""
-    columns = [*_COLUMNS, Column("note", lambda row: _marks_of(row, marks), to_right=False)]
+    columns = [*_known(_COLUMNS, rows), Column("note", lambda row: _marks_of(row, marks), to_right=False)]
     if not any(row.unreachable_share for row in rows):
         columns = [column for column in columns if column.title != "out of reach"]
     for title in (None, *_DROPPED_FIRST):
@@ -277,25 +303,23 @@ def _tasks_averaged(entry: Average) -> str:
     return f"{entry.model} ({entry.dtype}), {shots}, {count}: {', '.join(entry.tasks)}{chance}"
 
 
-_AVERAGE_TITLES = ("strategy", "budget", "protocol", "score", "difference", "kept")
-_AVERAGE_TO_RIGHT = (False, True, False, True, True, True)
-
-
-def _average_cells(entry: Average) -> list[str]:
+def _average_difference(entry: Average) -> str:
     if entry.why_none is not None:
-        difference = f"{NO_VALUE} ({entry.why_none})"
-    elif entry.difference is None:
-        difference = "baseline"
-    else:
-        difference = _interval(entry.difference, entry.difference_low, entry.difference_high)
-    return [
-        entry.label,
-        entry.budget or NO_VALUE,
-        entry.protocol,
-        NO_VALUE if entry.score is None else f"{entry.score:.1f}",
-        difference,
-        NO_VALUE if entry.kept_fraction is None else _percent(entry.kept_fraction),
-    ]
+        return f"{NO_VALUE} ({entry.why_none})"
+    if entry.difference is None:
+        return "baseline"
+    return _interval(entry.difference, entry.difference_low, entry.difference_high)
+
+
+_AVERAGE_COLUMNS = (
+    Column("strategy", lambda entry: entry.label, to_right=False),
+    Column("budget", lambda entry: entry.budget or NO_VALUE),
+    Column("protocol", lambda entry: entry.protocol, to_right=False),
+    Column("score", lambda entry: NO_VALUE if entry.score is None else f"{entry.score:.1f}"),
+    Column("difference", _average_difference),
+    _measured("kept", "kept_fraction"),
+    _MOVED,
+)
 
 
 def _averages_table(entries: list[Average], gap: int) -> Table:
@@ -303,15 +327,18 @@ def _averages_table(entries: list[Average], gap: int) -> Table:
     from rich.text import Text
 
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim")
-    for title, right in zip(_AVERAGE_TITLES, _AVERAGE_TO_RIGHT, strict=True):
-        table.add_column(title, justify="right" if right else "left", overflow="fold")
+    columns = _known(_AVERAGE_COLUMNS, entries)
+    for column in columns:
+        table.add_column(column.title, justify="right" if column.to_right else "left", overflow="fold")
     for entry in entries:
-        table.add_row(*(Text(cell) for cell in _average_cells(entry)))
+        table.add_row(*(Text(column.cell(entry)) for column in columns))
     return table
 
 
-def _markdown_table(titles: list[str], lines: list[list[str]], to_right: list[bool]) -> list[str]:
-    rule = ["--:" if right else ":--" for right in to_right]
+def _markdown_table(columns: Sequence[Column], entries: Sequence[Row | Average]) -> list[str]:
+    titles = [column.title for column in columns]
+    rule = ["--:" if column.to_right else ":--" for column in columns]
+    lines = [[column.cell(entry) for column in columns] for entry in entries]
     return ["| " + " | ".join(_escaped(cell) for cell in line) + " |" for line in (titles, rule, *lines)]
 
 

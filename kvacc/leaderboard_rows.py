@@ -31,6 +31,7 @@ IDENTICAL = "identical to full: did nothing?"
 AT_CHANCE = "full is at chance: cannot show a loss"
 NON_CAUSAL = "non-causal"
 SIMULATED = "simulated: frees no memory"
+OFFLOADED = "cache in host memory"
 SMOKE_TEST = "smoke test"
 CONTROL = "control"
 NOT_SIGNIFICANT = "interval spans 0 (ns)"
@@ -74,6 +75,11 @@ class Row(BaseModel):
     kept_fraction: float = Field(description="Visible entries / tokens seen, as measured.")
     acted_share: float = Field(description="Share of documents on which the strategy hid an entry.")
     unreachable_share: float = Field(description="Share of scored tokens predicted before any compression.")
+    moved_bytes_per_token: float | None = Field(
+        description="Bytes brought from host memory per scored token; null unless the strategy selects."
+    )
+    attention_mass: float | None = Field(description="Share of the true attention on what was read.")
+    recall: float | None = Field(description="Share of the true top entries that were read.")
     rank: int | None = Field(description="Place within budget and protocol; null when that would be unfair.")
     causal: bool = Field(description="False when a score could depend on later tokens.")
     notes: list[str] = Field(description="What a reader of the row must know.")
@@ -128,6 +134,9 @@ class Average(BaseModel):
     difference_low: float | None = Field(description="Lower end of its 95 % interval.")
     difference_high: float | None = Field(description="Upper end of its 95 % interval.")
     kept_fraction: float | None = Field(description="Average of the kept fractions.")
+    moved_bytes_per_token: float | None = Field(description="Average over the tasks.")
+    attention_mass: float | None = Field(description="Average over the tasks.")
+    recall: float | None = Field(description="Average over the tasks.")
     why_none: str | None = Field(description="Why there is no average; null when there is.")
 
 
@@ -222,6 +231,9 @@ def _row(cell: Cell, baselines: dict[tuple, list[Cell]], items: dict[str, Items]
         kept_fraction=_rounded(measured.kept_fraction),
         acted_share=_rounded(measured.acted_share),
         unreachable_share=_rounded(measured.unreachable_share),
+        moved_bytes_per_token=_rounded(measured.moved_bytes_per_token),
+        attention_mass=_rounded(measured.attention_mass),
+        recall=_rounded(measured.recall),
         rank=None,
         causal=cell.strategy.causal,
         notes=_notes(cell, full, comparison, reason, items),
@@ -262,6 +274,7 @@ def _notes(
     score, average = cell.scores[metric].value, own.mean()
     differing = environment_differences(cell, full) if comparison else []
     truncated = cell.measured.truncated_requests
+    offloads, dense_layers = cell.strategy.offloads, _dense_layers_note(cell.spec.options)
     said = {
         DID_NOT_ACT: reason == DID_NOT_ACT,
         f"not compared: {reason}": reason not in (None, DID_NOT_ACT),
@@ -270,7 +283,9 @@ def _notes(
         AT_CHANCE: full is not None and _at_chance(full, items[full.cell_id]),
         NOT_SIGNIFICANT: comparison is not None and comparison.difference.spans_zero,
         NON_CAUSAL: not cell.strategy.causal,
-        SIMULATED: full is not cell and not cell.strategy.physical_eviction,
+        SIMULATED: full is not cell and not offloads and not cell.strategy.physical_eviction,
+        OFFLOADED: offloads,
+        dense_layers: dense_layers != "",
         CONTROL: cell.strategy.is_control,
         SMOKE_TEST: cell.task.kind == "smoke",
         f"the items average {average}, not the score {score}": average is not None
@@ -282,6 +297,15 @@ def _notes(
     notes = [note for note, holds in said.items() if holds]
     # A warning such as "non-causal: ..." explains a note that is already there.
     return notes + [text for text in cell.warnings if text not in notes and text.split(":")[0] not in notes]
+
+
+def _dense_layers_note(options: dict[str, Any]) -> str:
+    """Which layers the strategy leaves alone, although they count in the kept fraction; "" without any."""
+    count = options.get("dense_layers")
+    # A strategy of the user's own may mean something else by this name.
+    if not isinstance(count, int) or count < 1:
+        return ""
+    return "layer 0 reads everything" if count == 1 else f"layers 0-{count - 1} read everything"
 
 
 def _stderr(cell: Cell, items: Items) -> float | None:
@@ -346,10 +370,11 @@ def _average(full: dict[str, Row], by_task: dict[str, Row]) -> Average:
         below = sum((row.difference - row.difference_low) ** 2 for row in compared) ** 0.5 / len(tasks)
         above = sum((row.difference_high - row.difference) ** 2 for row in compared) ** 0.5 / len(tasks)
         low, high = difference - below, difference + above
-    score = kept = None
-    if why is None:
-        score = sum(by_task[task].score for task in tasks) / len(tasks)
-        kept = sum(by_task[task].kept_fraction for task in tasks) / len(tasks)
+
+    def mean(field: str) -> float | None:
+        values = [getattr(by_task[task], field) for task in tasks] if why is None else [None]
+        return None if None in values else sum(values) / len(tasks)
+
     return Average(
         model=one.model,
         dtype=one.dtype,
@@ -360,11 +385,14 @@ def _average(full: dict[str, Row], by_task: dict[str, Row]) -> Average:
         label=one.label,
         budget=one.budget,
         protocol=one.protocol,
-        score=_rounded(score, 100),
+        score=_rounded(mean("score"), 100),
         difference=_rounded(difference),
         difference_low=_rounded(low),
         difference_high=_rounded(high),
-        kept_fraction=_rounded(kept),
+        kept_fraction=_rounded(mean("kept_fraction")),
+        moved_bytes_per_token=_rounded(mean("moved_bytes_per_token")),
+        attention_mass=_rounded(mean("attention_mass")),
+        recall=_rounded(mean("recall")),
         why_none=why,
     )
 

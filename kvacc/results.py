@@ -28,7 +28,7 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import (
     BaseModel,
@@ -41,6 +41,7 @@ from pydantic import (
 )
 
 from kvacc.errors import KvaccError
+from kvacc.records import SELECTION
 
 if TYPE_CHECKING:
     import pyarrow
@@ -70,8 +71,14 @@ SAMPLE_COLUMNS: dict[str, str] = {
     "truncated_tokens": "int64",
     "budget_entries": "int64",
     "bos_tokens": "int64",
+    "moved_bytes": "float64",
+    "attention_mass": "float64",
+    "recall": "float64",
 }
 """Columns that every samples.parquet has, with their types; any may hold nulls."""
+
+# Sums of float32 probabilities exceed 1 by their rounding.
+_Share = Annotated[float, Field(ge=0, le=1 + 1e-4, allow_inf_nan=False)]
 
 _TEMPORARY_PREFIX = ".writing-"
 _FOREIGN_LEFTOVER_AGE_S = 24 * 3600
@@ -156,6 +163,21 @@ class MeasuredRecord(_Record):
     bos_tokens_median: float | None = Field(
         default=None, description="Median count of beginning-of-sequence tokens in a prompt."
     )
+    moved_bytes_per_token: float | None = Field(
+        default=None, ge=0, allow_inf_nan=False, description="Bytes from host memory per scored token."
+    )
+    attention_mass: _Share | None = Field(
+        default=None, description="Share of the true attention on what was read, over the layers that select."
+    )
+    recall: _Share | None = Field(
+        default=None, description="Share of the true top entries that were read, over the layers that select."
+    )
+    mass_by_layer: list[_Share | None] | None = Field(
+        default=None, description="attention_mass of each layer; null where it reads everything."
+    )
+    recall_by_layer: list[_Share | None] | None = Field(
+        default=None, description="recall of each layer; null where it reads everything."
+    )
 
 
 class StrategyRecord(_Record):
@@ -164,6 +186,7 @@ class StrategyRecord(_Record):
     causal: bool = Field(description="False when a score could depend on later tokens.")
     physical_eviction: bool = Field(description="False when hidden entries stay in memory.")
     is_control: bool = Field(default=False, description="True for a floor that a good strategy must beat.")
+    offloads: bool = Field(default=False, description="True when the cache lives in host memory.")
     repr: str = Field(description="The exact constructor call.")
 
 
@@ -255,12 +278,17 @@ class CellResult(Cell):
 def samples_table(samples: Sequence[dict[str, Any]] | pyarrow.Table) -> pyarrow.Table:
     """Samples with every column of :data:`SAMPLE_COLUMNS`, typed, sorted by document and option.
 
+    Those of :data:`kvacc.records.SELECTION` may be missing, as in older files, and are null then.
+
     Raises:
         KvaccError: a column is missing, or a score is not a number (NaN).
     """
     import pyarrow
 
     table = samples if isinstance(samples, pyarrow.Table) else _table_of_dicts(samples)
+    for name in SELECTION:
+        if name not in table.column_names:
+            table = table.append_column(name, pyarrow.nulls(len(table), pyarrow.float64()))
     missing = [name for name in SAMPLE_COLUMNS if name not in table.column_names]
     if missing:
         raise KvaccError(f"samples lack the columns {', '.join(missing)}; every request must record them")
@@ -272,7 +300,7 @@ def samples_table(samples: Sequence[dict[str, Any]] | pyarrow.Table) -> pyarrow.
     except pyarrow.ArrowInvalid as error:
         raise KvaccError(f"samples have a value of the wrong type: {_one_line(error)}") from None
     typed = pyarrow.table({**columns, **{name: table[name] for name in extra}})
-    _refuse_nan(typed, ["loglikelihood", "kept_fraction", *metrics], "samples")
+    _refuse_nan(typed, ["loglikelihood", "kept_fraction", *SELECTION, *metrics], "samples")
     return typed.sort_by([("doc_id", "ascending"), ("option", "ascending")])
 
 
@@ -544,7 +572,7 @@ def _read_samples(path: Path, sha256: str) -> pyarrow.Table:
     import pyarrow.parquet
 
     _verify_samples(path, sha256)
-    return pyarrow.parquet.read_table(path)
+    return samples_table(pyarrow.parquet.read_table(path))
 
 
 def _sha256_of_file(path: Path) -> str:

@@ -23,6 +23,7 @@ import kvacc
 from kvacc import results, task_catalog
 from kvacc.config import CellSpec, ModelEntry, RunConfig, plan_cells
 from kvacc.errors import KvaccError
+from kvacc.records import selection_words
 from kvacc.sweep_progress import SweepProgress, as_duration, reporting
 
 if TYPE_CHECKING:
@@ -234,10 +235,12 @@ def _outcome(result: results.CellResult) -> str:
     metric = result.task.primary_metric
     score = result.scores[metric]
     error = "" if score.stderr is None else f" ± {score.stderr:.3f}"
+    measured = result.measured
     parts = [
         f"{metric} {score.value:.3f}{error}",
-        f"kept {result.measured.kept_fraction:.3f}",
-        f"acted on {result.measured.acted_items}/{result.task.num_items} items",
+        f"kept {measured.kept_fraction:.3f}",
+        *selection_words(measured.moved_bytes_per_token, measured.attention_mass, measured.recall),
+        f"acted on {measured.acted_items}/{result.task.num_items} items",
         as_duration(result.timing.seconds),
     ]
     return ", ".join(parts)

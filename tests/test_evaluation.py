@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import runpy
 from pathlib import Path
@@ -12,6 +13,7 @@ from kvacc import evaluation, results, task_catalog
 from kvacc.config import config_from, plan_cells
 from kvacc.errors import KvaccError
 from kvacc.evaluation import evaluate_cell, score_stderr
+from kvacc.records import SELECTION
 
 FakeLM = runpy.run_path(str(Path(__file__).with_name("fake_backend.py")))["FakeLM"]
 ITEMS = 12
@@ -89,6 +91,62 @@ def test_measured_is_weighted_by_scored_tokens_and_counts_documents():
     assert measured.scored_tokens == tokens
     assert measured.unreachable_share == pytest.approx(len(rows) / tokens)
     assert measured.budget_entries_median == 8
+
+
+class Selecting(FakeLM):
+    """Records a selection: of the first option of each document twice that of the second."""
+
+    def _record(self, request, context, scored):
+        answer = super()._record(request, context, scored)
+        share = 0.8 / (request.idx + 1)
+        self.records[-1] = dataclasses.replace(
+            self.records[-1],
+            moved_bytes=1000.0 * share,
+            attention_mass=share,
+            recall=share / 2,
+            mass_by_layer=(None, share),
+            recall_by_layer=(None, share / 2),
+        )
+        return answer
+
+
+def test_a_selection_is_in_every_row_and_weighted_by_scored_tokens():
+    cell = run(spec_of("kvacc_mini_winogrande"), Selecting())
+    rows = cell.samples
+    first, second = (sum(row["scored_tokens"] for row in rows if row["option"] == o) for o in (0, 1))
+    assert [(row["moved_bytes"], row["attention_mass"], row["recall"]) for row in rows] == [
+        (800.0, 0.8, 0.4),
+        (400.0, 0.4, 0.2),
+    ] * ITEMS
+    share = (0.8 * first + 0.4 * second) / (first + second)
+    measured = cell.measured
+    assert measured.moved_bytes_per_token == pytest.approx(1000 * share)
+    assert measured.attention_mass == pytest.approx(share) and measured.recall == pytest.approx(share / 2)
+    assert measured.mass_by_layer == [None, pytest.approx(share)]
+    assert measured.recall_by_layer == [None, pytest.approx(share / 2)]
+
+
+def test_longer_continuations_weigh_more_in_a_selection():
+    cell = run(spec_of("kvacc_mini_copa"), Selecting())
+    tokens = [row["scored_tokens"] for row in cell.samples]
+    assert sum(tokens[::2]) != sum(tokens[1::2]), "else this shows nothing"
+    share = (0.8 * sum(tokens[::2]) + 0.4 * sum(tokens[1::2])) / sum(tokens)
+    assert cell.measured.attention_mass == pytest.approx(share)
+
+
+def test_strategies_that_do_not_select_have_nothing_of_it():
+    cell = run(spec_of(strategy={"name": "h2o", "budget": 3}))
+    assert {row[name] for row in cell.samples for name in SELECTION} == {None}
+    measured = cell.measured
+    assert measured.moved_bytes_per_token is measured.attention_mass is measured.recall is None
+    assert measured.mass_by_layer is measured.recall_by_layer is None
+    assert cell.strategy.offloads is False
+
+
+def test_a_cache_in_host_memory_is_said(monkeypatch):
+    spec = spec_of(strategy={"name": "h2o", "budget": 3})
+    monkeypatch.setattr(type(spec.strategy), "offloads", True, raising=False)
+    assert run(spec).strategy.offloads is True
 
 
 def test_a_strategy_that_never_acted_is_reported():

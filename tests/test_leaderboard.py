@@ -19,6 +19,7 @@ from kvacc.leaderboard_rows import (
     NON_CAUSAL,
     NOT_RANKED,
     NOT_SIGNIFICANT,
+    OFFLOADED,
     SIMULATED,
     SMOKE_TEST,
 )
@@ -59,6 +60,7 @@ def make_cell(
     truncated=0,
     warnings=(),
     stderr=0.0,
+    selection=None,
 ):
     """A cell of two options per item whose item i is right when ``correct[i]``."""
     items = len(correct)
@@ -127,11 +129,13 @@ def make_cell(
             "acted_items": acted,
             "unreachable_share": unreachable,
             "truncated_requests": truncated,
+            **(selection or {}),
         },
         strategy={
             "causal": causal,
             "physical_eviction": physical,
             "is_control": control,
+            "offloads": selection is not None,
             "repr": f"{strategy}({budget})",
         },
         environment={
@@ -353,6 +357,82 @@ def test_a_strategy_that_acted_on_some_items_says_so():
     assert row.difference == pytest.approx(-20.0)
 
 
+def selecting(moved=1536.0, mass=0.97, recall=0.934):
+    return {
+        "moved_bytes_per_token": moved, "attention_mass": mass, "recall": recall,
+        "mass_by_layer": [None, mass], "recall_by_layer": [None, recall],
+    }  # fmt: skip
+
+
+def quest(correct=LOST_THREE_GAINED_ONE, **changes):
+    values = {"budget": "0.2", "physical": False, "options": {"dense_layers": 2}, "selection": selecting()}
+    return make_cell("quest", correct, **{**values, **changes})
+
+
+def test_what_a_selection_moved_and_found_is_in_its_row():
+    rows = build([make_cell(), quest(), make_cell("h2o", budget="0.2")])
+    row = row_of(rows, "quest")
+    assert (row.moved_bytes_per_token, row.attention_mass, row.recall) == (1536.0, 0.97, 0.934)
+    assert OFFLOADED in row.notes and SIMULATED not in row.notes
+    h2o = row_of(rows, "h2o")
+    assert h2o.moved_bytes_per_token is h2o.attention_mass is h2o.recall is None
+    assert OFFLOADED not in h2o.notes
+    lines = {line["strategy"]: line for line in csv.DictReader(io.StringIO(to_csv(rows)))}
+    names = ("moved_bytes_per_token", "attention_mass", "recall")
+    assert [lines["quest"][name] for name in names] == ["1536.0", "0.97", "0.934"]
+    assert [lines["h2o"][name] for name in names] == ["", "", ""]
+    in_json = {row["strategy"]: row for row in json.loads(to_json(rows))["rows"]}
+    assert [in_json["quest"][name] for name in names] == [1536.0, 0.97, 0.934]
+    assert [in_json["full"][name] for name in names] == [None] * 3
+
+
+def cells_by_title(markdown):
+    """The cells of each line of the first table, by their column's title."""
+    lines = [line for line in markdown.splitlines() if line.startswith("| ")]
+    titles, _, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {line[0]: dict(zip(titles, line, strict=True)) for line in lines}
+
+
+def test_tables_show_what_was_moved_only_where_something_was():
+    without = build([make_cell(), make_cell("h2o", budget="0.2")])
+    for text in (to_markdown(without), text_of(without, 200)):
+        assert "moved/token" not in text and "recall" not in text and "mass" not in text
+    rows = build([make_cell(), quest(), make_cell("h2o", budget="0.2")])
+    shown = cells_by_title(to_markdown(rows))
+    titles = ("moved/token", "mass", "recall")
+    assert [shown["quest"][title] for title in titles] == ["1.5 KiB", "97.0%", "93.4%"]
+    assert [shown["h2o"][title] for title in titles] == ["-", "-", "-"]
+    assert "`moved/token` is what was brought" in to_markdown(rows)
+    line = next(line for line in text_of(rows, 200).splitlines() if line.startswith("quest"))
+    assert "1.5 KiB" in line and "97.0%" in line and "93.4%" in line
+
+
+def test_a_narrow_terminal_keeps_bytes_longer_than_recall():
+    rows = build([make_cell(), quest()])
+    for width, there, gone in [
+        (100, ("moved/token",), ("mass", "recall")),
+        (72, (), ("moved/token", "mass")),
+    ]:
+        text = text_of(rows, width)
+        assert max(map(len, text.splitlines())) <= width
+        header = next(line for line in text.splitlines() if line.startswith("strategy"))
+        assert all(title in header for title in ("kept", "note", *there))
+        assert not any(title in header for title in gone)
+
+
+def test_a_row_says_which_layers_read_everything():
+    def notes(**options):
+        return row_of(build([make_cell(), quest(options=options)]), "quest").notes
+
+    assert "layers 0-1 read everything" in notes(dense_layers=2)
+    assert "layer 0 reads everything" in notes(dense_layers=1)
+    for options in ({"dense_layers": 0}, {}, {"dense_layers": "first"}):
+        assert not any("everything" in note for note in notes(**options))
+    rows = build([make_cell(), quest()])
+    assert "layers 0-1 read everything" in to_markdown(rows)
+    assert "layers 0-1 read everything" in text_of(rows, 80)
+
+
 # --- order and rank ----------------------------------------------------------------------
 
 
@@ -440,6 +520,24 @@ def test_average_counts_each_task_once():
     assert h2o.difference == pytest.approx(-30.0)
     below = [row.difference - row.difference_low for row in rows if not row.is_full]
     assert h2o.difference_low == pytest.approx(-30.0 - (below[0] ** 2 + below[1] ** 2) ** 0.5 / 2, abs=1e-5)
+
+
+def test_averages_say_what_was_moved_on_average():
+    cells = [make_cell(), make_cell(task="copa"), quest()]
+    cells.append(quest(task="copa", selection=selecting(3072.0, 0.91, 0.834)))
+    rows = build(cells)
+    full, average = averages(rows)
+    assert full.moved_bytes_per_token is full.attention_mass is full.recall is None
+    assert average.moved_bytes_per_token == 2304.0
+    assert (average.attention_mass, average.recall) == (pytest.approx(0.94), pytest.approx(0.884))
+    end = to_markdown(rows).partition("## Averages")[2]
+    assert "| moved/token |" in end and "| 2.2 KiB |" in end
+    shown = text_of(rows, 120).partition("average of")[2]
+    assert "moved/token" in shown and "2.2 KiB" in shown
+    assert "moved/token" not in text_of(build(two_tasks()), 120)
+    # Known of one task only: no average over both.
+    part = build([*cells[:3], quest(task="copa", selection={})])
+    assert averages(part)[1].moved_bytes_per_token is None and averages(part)[1].kept_fraction == 0.3
 
 
 def test_no_average_unless_every_task_is_there_and_compared():

@@ -16,6 +16,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvacc.errors import KvaccError
+from kvacc.records import SELECTION
 from kvacc.results import (
     SAMPLE_COLUMNS,
     SCHEMA_VERSION,
@@ -168,6 +169,62 @@ def test_samples_are_typed_and_sorted():
     assert samples_table(table).equals(table)
 
 
+def test_samples_of_a_selection_are_numbers_or_null():
+    rows = [sample(0, moved_bytes=2048, attention_mass=0.5, recall=0.25), sample(1, moved_bytes=None)]
+    table = samples_table(rows)
+    assert table["moved_bytes"].to_pylist() == [2048.0, None]
+    assert table["attention_mass"].to_pylist() == [0.5, None]
+    assert table["recall"].to_pylist() == [0.25, None]
+    assert {table.schema.field(name).type for name in SELECTION} == {pyarrow.float64()}
+
+
+def older_cell(folder, **changes):
+    """A cell as written before anything was known of selections."""
+    import hashlib
+
+    import pyarrow.parquet
+
+    path = write_cell(folder, make_result(**changes))
+    table = samples_table([sample(0), sample(1)]).drop_columns(list(SELECTION))
+    pyarrow.parquet.write_table(table, path / "samples.parquet", compression="zstd")
+    content = json.loads((path / "cell.json").read_text())
+    for name in ("moved_bytes_per_token", "attention_mass", "recall", "mass_by_layer", "recall_by_layer"):
+        assert content["measured"].pop(name) is None
+    assert content["strategy"].pop("offloads") is False
+    samples = (path / "samples.parquet").read_bytes()
+    content |= {"samples_sha256": hashlib.sha256(samples).hexdigest(), "record_sha256": ""}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    content["record_sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (path / "cell.json").write_text(json.dumps(content))
+    return path
+
+
+def test_older_cells_are_read_and_equal_new_ones(tmp_path):
+    old = read_cell(older_cell(tmp_path / "old"))
+    assert old.measured.moved_bytes_per_token is None and old.measured.mass_by_layer is None
+    assert old.strategy.offloads is False
+    table = old.load_samples()
+    assert [table[name].to_pylist() for name in SELECTION] == [[None, None]] * 3
+    write_cell(tmp_path / "new", make_result())
+    assert [cell.cell_id for cell in read_cells([tmp_path / "old", tmp_path / "new"])] == ["abc123"]
+
+
+def test_what_a_selection_measured_is_read_back(tmp_path):
+    measured = {
+        "kept_fraction": 0.25, "acted_share": 1.0, "acted_items": 2, "moved_bytes_per_token": 1536.5,
+        # One more than 1, by float32's rounding.
+        "attention_mass": 1.0000001, "recall": 0.5,
+        "mass_by_layer": [None, 1.0000001], "recall_by_layer": (None, 0.5),
+    }  # fmt: skip
+    cell = read_cell(write_cell(tmp_path, make_result(measured=measured)))
+    assert cell.measured.moved_bytes_per_token == 1536.5 and cell.measured.attention_mass == 1.0000001
+    assert cell.measured.mass_by_layer == [None, 1.0000001] and cell.measured.recall_by_layer == [None, 0.5]
+    for name, value in [("recall", 1.1), ("attention_mass", float("nan")), ("mass_by_layer", [None, -0.1]),
+                        ("moved_bytes_per_token", float("inf")), ("moved_bytes_per_token", -1)]:  # fmt: skip
+        with pytest.raises(ValidationError, match=f"measured.{name}"):
+            make_result(measured={**measured, name: value})
+
+
 def test_no_samples_still_have_columns():
     assert set(samples_table([]).column_names) == set(SAMPLE_COLUMNS)
 
@@ -180,7 +237,7 @@ def test_impossible_answers_are_minus_infinity(tmp_path):
 # --- refusals on writing -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("column", ["loglikelihood", "metric_acc", "kept_fraction"])
+@pytest.mark.parametrize("column", ["loglikelihood", "metric_acc", "kept_fraction", "recall"])
 def test_nan_samples_are_refused_and_leave_nothing(tmp_path, column):
     result = make_result(samples=[sample(0), sample(3, 1, **{column: float("nan")})])
     with pytest.raises(KvaccError, match=f"{column} is NaN for document 3, option 1") as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -94,6 +95,22 @@ def test_a_sweep_computes_every_planned_cell_with_full_first_and_one_load_per_mo
     assert re.search(
         r"\[12/12\] two recent 0\.5 stream kvacc_mini_piqa 0-shot: acc 0\.\d+ ± 0\.\d+, kept 0\.\d+", text
     )
+
+
+def test_the_line_of_a_cell_says_what_was_moved_only_where_something_was(tmp_path):
+    class Selecting(FakeLM):
+        def _record(self, request, context, scored):
+            answer = super()._record(request, context, scored)
+            if self.strategy.has_budget:
+                record = dataclasses.replace(self.records[-1], moved_bytes=1536.0, recall=0.934)
+                self.records[-1] = record
+            return answer
+
+    _, text = go(config_of(), tmp_path, Loader(Selecting))
+    lines = " ".join(text.split()).split("[")
+    moved = [line for line in lines if ", moved 1.5 KiB/token, recall 93.4%, acted on" in line]
+    assert len(moved) == 4 and all(" recent " in line for line in moved)
+    assert text.count("moved") == 4
 
 
 def test_run_json_says_what_was_asked_for_before_anything_is_computed(tmp_path):
