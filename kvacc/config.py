@@ -25,11 +25,12 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -47,6 +48,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from kvacc import task_catalog
 from kvacc.budget import REFERENCES, Budget
 from kvacc.errors import KvaccError, nearest, unknown
+from kvacc.include import include_faults
 from kvacc.marked_yaml import Fault, MarkedYaml, apply_override, read_marked
 from kvacc.models import DTYPES
 from kvacc.strategy import PROTOCOLS, Strategy, make_strategy, strategy_classes
@@ -148,7 +150,7 @@ class StrategyEntry(BaseModel):
         return [(("budgets", index), budget) for index, budget in enumerate(self.budgets)]
 
     def _typed_options(self) -> dict[str, Any]:
-        kinds = _option_types(self.name)
+        kinds = _option_types(strategy_classes()[self.name])
         return {name: _typed(kinds[name], value) for name, value in self.model_extra.items()}
 
     def _problems(self) -> Iterator[tuple[tuple[str | int, ...], str, Any]]:
@@ -178,7 +180,7 @@ class StrategyEntry(BaseModel):
             seen.setdefault(str(parsed), budget)
 
     def _option_problems(self) -> Iterator[tuple[tuple[str | int, ...], str]]:
-        kinds = _option_types(self.name)
+        kinds = _option_types(strategy_classes()[self.name])
         typed = {}
         for option, value in self.model_extra.items():
             if option not in kinds:
@@ -199,15 +201,39 @@ class StrategyEntry(BaseModel):
             yield tuple(named[:1]), str(error)
 
 
+def strategy_from_words(name: str, options: Mapping[str, str]) -> Strategy:
+    """The strategy with options as typed on a command line, under a budget of everything.
+
+    Raises:
+        KvaccError: an unknown strategy or option, or a value that does not fit.
+    """
+    values = {}
+    for option, text in options.items():
+        try:
+            values[option] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            values[option] = text
+    cls = strategy_classes().get(name)
+    budget = 1.0 if cls is not None and cls.has_budget else None
+    for option in values:
+        if option in StrategyEntry.model_fields:
+            known = ", ".join(_option_types(cls)) if cls is not None else ""
+            raise KvaccError(f"{option!r} is no option of strategy {name!r}; its options: {known or 'none'}")
+    try:
+        (strategy,) = StrategyEntry(name=name, budget=budget, **values).strategies()
+    except ValidationError as error:
+        raise KvaccError(_sentence(error.errors()[0])) from None
+    return strategy
+
+
 def _typed(kind: TypeAdapter, value: Any) -> Any:
     # As JSON, a list may stand for a tuple, while 1 is still no bool and "1" no number.
     return kind.validate_json(json.dumps(value, default=str), strict=True)
 
 
 @functools.cache
-def _option_types(strategy: str) -> dict[str, TypeAdapter]:
+def _option_types(cls: type[Strategy]) -> dict[str, TypeAdapter]:
     """The strategy's options and the type of their values."""
-    cls = strategy_classes()[strategy]
     kinds = {}
     for option in dataclasses.fields(cls):
         if option.init and option.name != "budget":
@@ -243,6 +269,9 @@ class RunConfig(_Part):
     data_dir: _Text | None = Field(default=None, description="Folder with the benchmarks' documents.")
     tail_tokens: _Count = Field(default=32, description="Tokens after the context when a task names none.")
     max_batch_tokens: _Count | None = Field(default=None, description="Most tokens in a batch; null decides.")
+    include: Annotated[list[_Text], BeforeValidator(_wrap)] = Field(
+        default=[], description="Python files with strategies of your own."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
@@ -327,24 +356,32 @@ class CellSpec:
 
 
 def _strategy_identity(strategy: Strategy) -> dict[str, Any]:
+    # An edited file defines another strategy, whatever its name and options.
+    file = {} if strategy.file_sha256 is None else {"file_sha256": strategy.file_sha256}
     return {
         "strategy": strategy.name,
-        "options": strategy.options(),
+        "options": {**strategy.options(), **file},
         "budget": str(strategy.budget) if strategy.has_budget else None,
         "budget_of": strategy.budget.of,
     }
 
 
-def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> RunConfig:
-    """Read and check a configuration file.
+def load_config(
+    path: str | os.PathLike[str],
+    overrides: Iterable[str] = (),
+    include: Iterable[str | os.PathLike[str]] = (),
+) -> RunConfig:
+    """Read and check a configuration file, and include the strategy files that it names.
 
     Args:
         path: a YAML file, or the name of a packaged one (``quickstart``).
         overrides: ``a.b.0=c``, applied in order; ``c`` is YAML.
+        include: strategy files beside those that the configuration includes.
 
     Returns:
-        The configuration, with local folders made absolute: those in the file stand
-        relative to the file, those in overrides relative to the working folder.
+        The configuration, with local paths made absolute: those in the file stand
+        relative to the file, those in overrides and ``include`` relative to the working
+        folder.
 
     Raises:
         KvaccError: all mistakes, each on its line as ``file:line:column: path: what``.
@@ -362,6 +399,7 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     if isinstance(document.value, dict):
         document.value.setdefault("name", file.stem)
         _resolve_folders(document, file.parent)
+        _add_included(document, include)
     return _validated(document)
 
 
@@ -476,6 +514,12 @@ def _resolve_folders(document: MarkedYaml, config_folder: Path) -> None:
         folder = None
     if folder is not None and not folder.is_dir():
         document.fault(("data_dir",), f"no folder {folder}; name an existing one, or leave data_dir out")
+    included = document.value.get("include")
+    if isinstance(included, str):
+        included = document.value["include"] = [included]
+    for index, name in enumerate(included if isinstance(included, list) else []):
+        if isinstance(name, str) and name:
+            included[index] = str(absolute(("include", index), name))
     models = document.value.get("models")
     for index, model in enumerate(models if isinstance(models, list) else []):
         path = ("models", index, "pretrained")
@@ -491,7 +535,33 @@ def _resolve_folders(document: MarkedYaml, config_folder: Path) -> None:
                 models[index] = str(local)
 
 
+def _add_included(document: MarkedYaml, paths: Iterable[str | os.PathLike[str]]) -> None:
+    """Put files named on the command line behind those of the configuration."""
+    for path in paths:
+        listed = document.value.setdefault("include", [])
+        file = str(Path(path).expanduser().absolute())
+        if isinstance(listed, list) and file not in listed:
+            document.marks[("include", len(listed))] = f"--include {path}"
+            listed.append(file)
+
+
+def _run_included(document: MarkedYaml) -> None:
+    """Run the included files, so that their strategies are known.
+
+    Raises:
+        KvaccError: one of them cannot be included; without its strategies nothing else
+            that is wrong could be told apart.
+    """
+    files = document.value.get("include") if isinstance(document.value, dict) else None
+    files = [files] if isinstance(files, str) else files
+    if not isinstance(files, list) or not all(isinstance(file, str) and file for file in files):
+        return  # said when the whole is checked
+    for index, what in include_faults(files):
+        raise KvaccError(str(Fault(document.where(("include", index)), ("include", index), what)))
+
+
 def _validated(document: MarkedYaml) -> RunConfig:
+    _run_included(document)
     faults = list(document.faults)
     config = None
     # A fault without a path means that the text could not be read as a whole.

@@ -15,6 +15,7 @@ COMMANDS = {
     "run": ("kvacc.cli.run:run", "Run a sweep of models, strategies, budgets and tasks."),
     "leaderboard": ("kvacc.cli.leaderboard:leaderboard", "Compare results, paired with the full cache."),
     "strategies": ("kvacc.cli.strategies:strategies", "List the strategies, or show one with its options."),
+    "verify": ("kvacc.cli.verify:verify", "Check a strategy, your own included, against ten invariants."),
     "tasks": ("kvacc.cli.tasks:tasks", "List the tasks, or show one and whether its data is here."),
     "models": ("kvacc.cli.models:models", "List example models; find the embedded model's folder."),
     "doctor": ("kvacc.cli.doctor:doctor", "Show what is installed and what can be reached."),

@@ -1,7 +1,8 @@
 """``kvacc lm-eval``: lm-eval's own command line, with the kvacc backend and tasks in it.
 
 Arguments go to lm-eval as they are. Taken out of them are only ``--data-dir DIR`` (the
-six benchmarks then come from that folder, under their own names) and refused is only
+six benchmarks then come from that folder, under their own names) and ``--include FILE``
+(strategies of your own), and refused is only
 ``--use_cache``, whose key knows neither the model nor the strategy: a second strategy
 would be given the first one's answers.
 """
@@ -29,15 +30,36 @@ from kvacc.errors import KvaccError
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def lm_eval(arguments: tuple[str, ...]) -> None:
     """Run lm-eval's command line: kvacc lm-eval run --model kvacc --model_args ... --tasks ..."""
-    rest, data_dir = take_data_dir(arguments)
+    rest, included = take_included(arguments)
+    rest, data_dir = take_data_dir(rest)
     refuse_use_cache(rest)
 
     import kvacc  # noqa: F401 - registers the backend
+    from kvacc.include import include
 
+    include(*included)
     with our_tasks(data_dir), _command_line(["lm-eval", *rest]):
         from lm_eval.__main__ import cli_evaluate
 
         cli_evaluate()
+
+
+def take_included(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments without ``--include``, and its values. ``--include_path`` is lm-eval's."""
+    rest: list[str] = []
+    included: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name != "--include":
+            rest.append(word)
+            continue
+        included.append(value if equals else next(words, ""))
+        if not included[-1] or included[-1].startswith("--"):
+            raise KvaccError(
+                "--include needs a Python file with strategies, such as --include my_strategy.py"
+            )
+    return rest, included
 
 
 def take_data_dir(arguments: Sequence[str]) -> tuple[list[str], str | None]:

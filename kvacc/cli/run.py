@@ -20,6 +20,9 @@ import click
     metavar="KEY=VALUE",
     help="Change one value of CONFIG, such as --set strategies.1.budgets=[0.5]; may be repeated.",
 )
+@click.option(
+    "--include", multiple=True, metavar="FILE", help="Python file with strategies; may be repeated."
+)
 @click.option("--extend", is_flag=True, help="Add the cells to a folder made by another configuration.")
 def run(
     config: str,
@@ -27,6 +30,7 @@ def run(
     data_dir: str | None,
     limit: int | None,
     settings: tuple[str, ...],
+    include: tuple[str, ...],
     extend: bool,
 ) -> None:
     """Run the sweep that CONFIG describes: a YAML file, or the name of one that comes with
@@ -45,7 +49,7 @@ def run(
         overrides.append(f"data_dir={json.dumps(data_dir)}")
     if limit is not None:
         overrides.append(f"limit={limit}")
-    checked = load_config(config, overrides)
+    checked = load_config(config, overrides, include)
 
     folder = Path(output) if output else Path("runs") / checked.name
     # Progress goes to the error stream, so that a pipe gets the table alone.

@@ -14,11 +14,16 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("name", required=False)
-def strategies(name: str | None) -> None:
+@click.option(
+    "--include", multiple=True, metavar="FILE", help="Python file with strategies; may be repeated."
+)
+def strategies(name: str | None, include: tuple[str, ...]) -> None:
     """List the strategies, or show NAME with its options."""
     from kvacc.errors import unknown
+    from kvacc.include import include as include_files
     from kvacc.strategy import strategy_classes
 
+    include_files(*include)
     classes = strategy_classes()
     if name is None:
         _list(classes)
