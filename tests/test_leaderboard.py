@@ -283,6 +283,19 @@ def test_device_does_not_stop_a_comparison_but_another_torch_is_said():
     assert "full ran with another torch" in row.notes
 
 
+@pytest.mark.parametrize(("device", "said"), [("cpu, 1 threads", False), ("cuda:0 (H200)", True)])
+def test_another_device_is_said_but_not_another_number_of_threads(device, said):
+    other = make_cell("h2o", LOST_THREE_GAINED_ONE, budget="0.2")
+    full = make_cell()
+    full = full.model_copy(
+        update={"environment": full.environment.model_copy(update={"device": "cpu, 2 threads"})}
+    )
+    other = other.model_copy(update={"environment": other.environment.model_copy(update={"device": device})})
+    row = row_of(build([full, other]), "h2o")
+    assert row.difference == pytest.approx(-20.0)
+    assert ("full ran with another device" in row.notes) is said
+
+
 # --- honest rows -------------------------------------------------------------------------
 
 
