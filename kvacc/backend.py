@@ -193,6 +193,7 @@ class KvaccLM(HFLM):
         self._log_what_it_did()
         return info | {
             "kvacc_strategy": repr(self.strategy),
+            "kvacc_strategy_file_sha256": self.strategy.file_sha256,
             "kvacc_protocol": self.protocol,
             "kvacc_causal": self.strategy.causal,
             "kvacc_requests_acted_on": sum(r.acted for r in records),

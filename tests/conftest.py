@@ -8,6 +8,10 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.pop("KVACC_DATA_DIR", None)
+os.environ.pop("COLUMNS", None)  # set by pytest-xdist to the terminal's width
+# The tests run in several processes, and tiny models are slower on several threads than on one.
+for threads in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
+    os.environ.setdefault(threads, "1")
 
 import pytest
 from tiny import tiny_llama

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import functools
 
-BASE = {
-    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-HYBRID = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+from kvacc.verify.tiny_models import HYBRID, LATENT, tiny_model
+
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-LATENT = {
-    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1, "num_key_value_heads": 4,
-}  # fmt: skip
-
 FAMILIES = {
     "llama": {},
     "smollm3": {"num_hidden_layers": 4},
@@ -85,36 +75,21 @@ REFUSED = {
     "xglm": {"d_model": 32, "ffn_dim": 48, "attention_heads": 4, "num_layers": 2},
 }
 
-ATTENTION_INPUTS = ("q_proj", "k_proj", "qkv", "c_attn", "query_key_value", "kv_a_proj", "q_a_proj", "q_b_proj")
-
 NO_ROTATION = {"opt", "gpt2", "gpt_bigcode", "biogpt", "deepseek_v2", "deepseek_v3", "hunyuan_v1_dense"}
 """Families whose keys cannot be moved to other positions: learned positions, a shared
 latent that is not rotated as a whole, or keys normalised after the rotation."""
 
 
 def build(family: str, **changes):
-    """A random model of ``family``, the same on every call. Weights are wide, those of
-    queries and keys more so: with attention near uniform, accumulated scores would decide
-    nothing and H2O would keep the same entries whatever its rule."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    settings = {**BASE, **{**FAMILIES, **REFUSED}.get(family, {}), **changes}
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **settings)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-            else:
-                parameter.mul_(15 if any(word in name for word in ATTENTION_INPUTS) else 3)
-    return model
+    """A random model of ``family``, the same on every call."""
+    return tiny_model(family, **{**{**FAMILIES, **REFUSED}.get(family, {}), **changes})
 
 
 @functools.cache
 def wrapped(family: str):
     """The family's model under kvacc's attention, made once per test session."""
+    from naive import calibration
+
     from kvacc.engine.wrapped import WrappedModel
 
-    return WrappedModel(build(family))
+    return WrappedModel(build(family), calibration=calibration)

@@ -12,6 +12,8 @@ import random
 
 import torch
 
+from kvacc.verify.tiny_models import sharp_model
+
 
 def draw_tokens(count: int, seed: int = 0) -> list[int]:
     """``count`` random token numbers of the tiny models' vocabulary."""
@@ -19,20 +21,20 @@ def draw_tokens(count: int, seed: int = 0) -> list[int]:
     return [draw.randrange(3, 128) for _ in range(count)]
 
 
+def calibration(source: str = "prose") -> list[int]:
+    """Tokens that tiny models are calibrated on, in place of a text's."""
+    return draw_tokens(100, seed=3)
+
+
 @functools.cache
 def sharp(family: str = "llama", dtype: torch.dtype = torch.float32, **changes):
-    """A wrapped tiny model whose heads look at a few tokens each, made once per test session:
-    under nearly uniform attention every accumulated score is decided by age alone."""
-    from families import build
+    """A wrapped tiny model whose heads look at a few tokens each, made once per test session."""
+    from families import FAMILIES
 
     from kvacc.engine.wrapped import WrappedModel
 
-    model = build(family, **changes)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("q_proj.weight", "k_proj.weight")):
-                parameter.mul_(0.3 / parameter.std())
-    return WrappedModel(model.to(dtype))
+    model = sharp_model(family, **{**FAMILIES[family], **changes}).to(dtype)
+    return WrappedModel(model, calibration=calibration)
 
 
 class NaiveRecent:

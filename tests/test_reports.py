@@ -87,7 +87,10 @@ def read(strategy, tokens=TOKENS, dense=0, chunk=1, padding=0):
 def kept(session) -> list[list[list[int]]]:
     """Positions kept, by layer and KV head."""
     return [
-        [sorted(p[a].tolist()) for p, a in zip(layer.entries.position[0], layer.entries.alive[0], strict=True)]
+        [
+            sorted(p[a].tolist())
+            for p, a in zip(layer.entries.position[0], layer.entries.alive[0], strict=True)
+        ]
         for layer in session.cache.layers
     ]
 
@@ -174,7 +177,9 @@ def test_row_3_every_sample_is_compressed_alike():
     strategy = make_strategy("h2o", 0.4)
     request = Request(tuple(TOKENS), (5, 6, 7), 0, 45)
     model = sharp()
-    scores = [s for _ in range(2) for [s] in score_documents(model, [[request]] * 3, strategy, batch_tokens=48)]
+    scores = [
+        s for _ in range(2) for [s] in score_documents(model, [[request]] * 3, strategy, batch_tokens=48)
+    ]
     assert len(set(scores)) == 1 and scores[0].hidden
     plan = make_plan([row for _ in range(3) for row in build_rows([(0, request)])], strategy)
     _, session = model.parallel(plan, strategy, record=True)
@@ -212,7 +217,9 @@ def test_row_9_another_strategy_is_another_cell():
 
 
 @pytest.mark.parametrize("budget", [0.1, 0.25, 0.5, 0.9, 7, 1.0])
-@pytest.mark.parametrize("name", [n for n, c in strategy_classes().items() if c.has_budget])
+@pytest.mark.parametrize(
+    "name", [n for n, c in strategy_classes().items() if c.has_budget and not c.offloads]
+)
 def test_row_13_what_is_kept_is_counted_and_is_what_was_asked_for(name, budget):
     strategy = make_strategy(name, budget)
     asked = budget if isinstance(budget, int) else math.ceil(round(budget * 48, 9))
@@ -225,6 +232,25 @@ def test_row_13_what_is_kept_is_counted_and_is_what_was_asked_for(name, budget):
     [[score]] = score_documents(sharp(), [[request]], strategy)
     assert score.kept_fraction == pytest.approx(visible / 48)
     assert score.hidden == (visible < 48)
+
+
+SELECTING = {
+    "infinigen": {"alpha": math.inf, "dense_layers": 0, "speculate_from": "current"},
+    "quest": {"page_size": 1, "dense_layers": 0},
+    "infllm": {"block": 1},
+}
+
+
+@pytest.mark.parametrize("budget", [0.1, 0.25, 0.5, 0.9, 7, 1.0])
+@pytest.mark.parametrize("name", [n for n, c in strategy_classes().items() if c.offloads])
+def test_row_13_what_is_read_is_counted_and_is_what_was_asked_for(name, budget):
+    strategy = make_strategy(name, budget, **SELECTING[name])
+    asked = budget if isinstance(budget, int) else math.ceil(round(budget * 48, 9))
+    session = read(strategy)
+    assert float(session.passes[-1][0]) == pytest.approx(asked / 48)  # its own entry is one of them
+    [[score]] = score_documents(sharp(), [[Request(tuple(TOKENS), (5,), 0, 48)]], strategy)
+    assert score.kept_fraction == pytest.approx(asked / 48)
+    assert score.hidden == (asked < 48)
 
 
 def test_row_15_a_fraction_of_the_tokens_seen_grows_with_them():
@@ -281,7 +307,10 @@ def test_row_29_the_question_in_or_out_of_what_is_compressed_makes_a_difference(
     assert len({round(score.loglikelihood, 3) for score in scores}) == 3
     # The letter stands in the passage; the question behind it is long enough to push it out.
     passage = "abcdeQfghijklmnopqrstuvwxyz"
-    questions = [ask(f"{passage}\nwhich letter is it:", option, 0, i, {"passage": passage}) for i, option in enumerate("QR")]
+    questions = [
+        ask(f"{passage}\nwhich letter is it:", option, 0, i, {"passage": passage})
+        for i, option in enumerate("QR")
+    ]
     found = {}
     for protocol in ("stream", "context", "serve"):
         copier.use(make_strategy("recent", 8), protocol)
@@ -319,10 +348,12 @@ def test_row_35_how_query_heads_share_a_score_is_named_and_in_the_row():
 def test_row_37_a_simulation_says_so_and_frees_nothing():
     for name, cls in strategy_classes().items():
         strategy = cls() if not cls.has_budget else make_strategy(name, 8)
-        assert strategy.physical_eviction, name
+        assert strategy.physical_eviction or strategy.offloads, name
     simulated = make_strategy("h2o", 8, scores="full_row")
     assert not simulated.physical_eviction and not make_strategy("h2o", 8, scores="global").physical_eviction
-    held = [sum(layer.keys.nbytes for layer in read(s).cache.layers) for s in (simulated, make_strategy("full"))]
+    held = [
+        sum(layer.keys.nbytes for layer in read(s).cache.layers) for s in (simulated, make_strategy("full"))
+    ]
     assert held[0] == held[1]
     assert sum(layer.keys.nbytes for layer in read(make_strategy("h2o", 8)).cache.layers) == held[1] // 6
 
@@ -406,7 +437,9 @@ def test_row_53_batch_size_changes_nothing(name, protocol):
         together = score_documents(sharp(), documents, strategy, batch_tokens=size)
         for answers, others in zip(alone, together, strict=True):
             assert [a.greedy for a in answers] == [b.greedy for b in others]
-            differences = [abs(a.loglikelihood - b.loglikelihood) for a, b in zip(answers, others, strict=True)]
+            differences = [
+                abs(a.loglikelihood - b.loglikelihood) for a, b in zip(answers, others, strict=True)
+            ]
             largest = max(largest, *differences)
     assert largest < 1e-3
 
@@ -416,7 +449,9 @@ def test_row_59_beginning_of_sequence_is_counted(copier):
     for prompt, count in (("abc", 0), ("<s>abc", 1), ("<s><s>abc", 2)):
         copier.clear_records()
         copier.loglikelihood([ask(prompt, "d")])
-        copier.generate_until([Instance("generate_until", {}, (prompt, {"max_gen_toks": 1}), 0, metadata=("t", 0, 1))])
+        copier.generate_until(
+            [Instance("generate_until", {}, (prompt, {"max_gen_toks": 1}), 0, metadata=("t", 0, 1))]
+        )
         assert [r.bos_tokens for r in copier.records] == [count, count]
 
 

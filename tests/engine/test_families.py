@@ -14,6 +14,7 @@ from kvacc.engine.wrapped import WrappedModel
 from kvacc.errors import KvaccError
 from kvacc.strategy import make_strategy
 
+pytestmark = pytest.mark.usefixtures("skewing_folder")
 TOLERANCE = 1e-3
 
 
@@ -31,12 +32,19 @@ def documents(protocol: str) -> list[list[Request]]:
 
 def strategies(family: str):
     positions = "original" if family in NO_ROTATION else "cache"
+    distance = "original" if family in NO_ROTATION else "fixed"
     return [
         make_strategy("full"),
         make_strategy("h2o", 0.4),
         make_strategy("streaming_llm", 0.4, sinks=2, positions=positions),
         make_strategy("recent", 5),
         make_strategy("random", 0.4),
+        make_strategy("infinigen", 0.4, partial_ratio=0.5),
+        make_strategy(
+            "infinigen", 0.4, speculate_from="current", dense_layers=0, pool=0.5, pool_policy="lru"
+        ),
+        make_strategy("quest", 0.5, dense_layers=0, page_size=4),
+        make_strategy("infllm", 0.6, block=2, init=1, representatives=1, positions=distance),
     ]
 
 
@@ -48,6 +56,7 @@ def assert_paths_agree(model: WrappedModel, protocol: str, strategy) -> None:
         assert one.loglikelihood == pytest.approx(other.loglikelihood, abs=TOLERANCE)
         assert one.kept_fraction == pytest.approx(other.kept_fraction, abs=1e-9)
         assert one.hidden == other.hidden
+        assert (one.moved_bytes or 0) == pytest.approx(other.moved_bytes or 0, abs=1e-6)
     if strategy.has_budget:
         assert all(score.hidden for score in steps if protocol == "stream")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shlex
@@ -31,6 +32,13 @@ def in_the_repository(monkeypatch):
     monkeypatch.delenv("KVACC_DATA_DIR", raising=False)
 
 
+@pytest.fixture
+def one_model_and_budget(monkeypatch):
+    """Every model and budget is tried in test_strategies.py."""
+    monkeypatch.setattr(verify, "tiny_subjects", lambda layers: [verify.tiny_subject("llama", layers)])
+    monkeypatch.setattr(verify, "verify_strategy", functools.partial(verify.verify_strategy, thorough=False))
+
+
 def run(command: str, tmp_path: Path, model: Path | None = None):
     """The command, with its results in a folder of the test, and with another model."""
     words = shlex.split(command)
@@ -50,8 +58,7 @@ def test_the_page_has_a_command_for_each_step():
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.split()[1] in ("strategies", "verify")])
-def test_listing_and_verifying(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(verify, "tiny_subjects", lambda layers: [verify.tiny_subject("llama", layers)])
+def test_listing_and_verifying(command, tmp_path, one_model_and_budget):
     result = run(command, tmp_path)
     assert result.exit_code == 0, result.output
     assert "decayed_attention" in result.stdout
@@ -109,8 +116,7 @@ def test_the_code_is_the_example(tmp_path):
     assert one.hides and first_difference(one, other, 0.0) is None
 
 
-def test_the_python_code_runs(monkeypatch):
-    monkeypatch.setattr(verify, "tiny_subjects", lambda layers: [verify.tiny_subject("llama", layers)])
+def test_the_python_code_runs(one_model_and_budget):
     namespace = {}
     exec(blocks("python")[1], namespace)
     assert namespace["report"].acted

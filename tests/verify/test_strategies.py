@@ -64,7 +64,9 @@ def test_every_strategy_is_here():
 @pytest.mark.parametrize("name", VARIANTS)
 def test_invariants(name):
     strategy = make(name)
-    subjects = [tiny_subject(family, layers_for(strategy)) for family in ("llama", "gemma2")]
+    # gemma2: a sliding layer beside the full one, logits capped. All models: the slow test below.
+    families = ("llama", "gemma2") if name in ("h2o", "infinigen") else ("llama",)
+    subjects = [tiny_subject(family, layers_for(strategy)) for family in families]
     assert_as_expected(name, verify_strategy(strategy, subjects, thorough=False))
 
 
