@@ -2,6 +2,7 @@
 #
 #   PYTHON   interpreter that the environment is made with (3.11 or newer)
 #   VENV     where the environment goes
+#   BOARD    folder of the first sweep and its leaderboard
 #   PYTEST_ARGS   passed on to pytest
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-BOARD := leaderboard/quickstart
+BOARD ?= leaderboard/quickstart
 
 .PHONY: help install leaderboard test test-all clean
 .DEFAULT_GOAL := help

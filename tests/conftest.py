@@ -13,8 +13,8 @@ os.environ.pop("COLUMNS", None)  # set by pytest-xdist to the terminal's width
 for threads in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(threads, "1")
 
-import pytest
-from tiny import tiny_llama
+import pytest  # noqa: E402
+from tiny import tiny_llama  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,9 +10,8 @@ import torch
 from kvacc.engine.plan import Request
 from kvacc.engine.scoring import Score, score_documents
 from kvacc.verify.bench import Bench, Case
-from kvacc.verify.check_equality import PATHS_AGREE
 from kvacc.verify.results import Failure, Result, Tally
-from kvacc.verify.runs import Difference, Run, Text, first_difference, parallel_runs, step_runs
+from kvacc.verify.runs import PATHS_AGREE, Difference, Run, Text, first_difference, parallel_runs, step_runs
 
 _SAME_SCORE = 1e-4
 _OTHER_SEED = 31

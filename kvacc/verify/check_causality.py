@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 from kvacc.verify.bench import Bench, Case
-from kvacc.verify.check_equality import PATHS_AGREE, SAME_LOGITS
+from kvacc.verify.check_equality import SAME_LOGITS
 from kvacc.verify.results import Failure, Result, Tally
-from kvacc.verify.runs import Difference, Run, Text, first_difference, positions
+from kvacc.verify.runs import PATHS_AGREE, Difference, Run, Text, first_difference, positions
 
 _OTHER_SEED = 77
 

@@ -6,12 +6,10 @@ from dataclasses import replace
 
 from kvacc.verify.bench import Bench, Case, try_budget
 from kvacc.verify.results import Failure, Result, Tally
-from kvacc.verify.runs import Run, first_difference
+from kvacc.verify.runs import PATHS_AGREE, Run, first_difference
 
 SAME_LOGITS = 1e-4
 """Two paths to the full cache, in float32."""
-PATHS_AGREE = 1e-3
-"""The parallel and the step path, in float32."""
 
 _NON_CAUSAL = "it reads later tokens (causal is False), so there is no step path"
 

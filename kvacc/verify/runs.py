@@ -15,6 +15,9 @@ from kvacc.select_strategy import SelectStrategy
 from kvacc.strategy import EvictStrategy, Strategy
 from kvacc.verify.subjects import Subject
 
+PATHS_AGREE = 1e-3
+"""The parallel and the step path, in float32."""
+
 _SHOWN_POSITIONS = 12
 
 

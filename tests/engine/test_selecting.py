@@ -352,7 +352,6 @@ def test_full_before_and_after_is_bitwise_the_same(name):
 
 SMOLLM2 = {
     "infinigen": ("infinigen", 0.2, {}),
-    "infinigen pool": ("infinigen", 0.2, {"pool": 0.5, "columns": "union", "counts": "own"}),
     "quest": ("quest", 0.3, {}),
     "infllm": ("infllm", 0.4, {"block": 8, "init": 4}),
 }
@@ -371,18 +370,22 @@ def test_smollm2(smollm2_folder, name):
     strategy = make_strategy(strategy, budget, **options)
     agree = []
     for first, length in ((0, 200), (700, 190), (1400, 205)):
-        text = prose[first : first + length]
-        parallel, reads, _ = read_at_once(model, strategy, text)
-        steps, chosen, session = read_by_steps(model, strategy, text)
-        queries = sum(mask.shape[0] * length for mask in reads.values())
-        differ = sum(int((mask != chosen[layer]).any(-1).sum()) for layer, mask in reads.items())
-        # Both paths round alike but for the order of float32 sums. Among some 17,000 choices one
-        # can be between entries whose scores are 2e-6 apart; what follows from it differs too.
-        assert differ / queries < 1e-3
-        assert (parallel - steps).abs().max() < (0.2 if differ else 1e-3)
-        agree.append(differ == 0)
-        targets = torch.tensor(text[1:])[:, None]
-        found, expected = (x[:-1].log_softmax(-1).gather(1, targets).sum() for x in (parallel, steps))
-        assert float(found) == pytest.approx(float(expected), abs=0.1 if differ else 1e-3)
+        text = prose[first : first + length - 1]
+        parallel, reads, _ = read_at_once(model, strategy, text, compressed=length - 20)
+        steps, chosen, session = read_by_steps(model, strategy, text, compressed=length - 20)
+        differ = torch.stack([(reads[layer] != chosen[layer]).any(-1).any(0) for layer in sorted(reads)])
+        # Both paths round alike but for the order of float32 sums. Among some 17,000 choices one can
+        # be between entries whose scores are 2e-6 apart, and what follows from it differs too: in later
+        # layers, at this query and later ones. A rule that differs would do so in the first layer.
+        upstream = torch.nn.functional.pad(differ.cumsum(0).cumsum(1), (0, 0, 1, 0))[:-1] > 0
+        assert int((differ & ~upstream).sum()) <= 2
+        same = int(differ.any(0).int().argmax()) if differ.any() else len(text)
+        assert same > 40
+        assert (parallel[:same] - steps[:same]).abs().max() < 1e-3
+        agree.append(same == len(text))
+        if agree[-1]:
+            targets = torch.tensor(text[1:])[:, None]
+            found, expected = (x[:-1].log_softmax(-1).gather(1, targets).sum() for x in (parallel, steps))
+            assert float(found) == pytest.approx(float(expected), abs=1e-3)
         assert session.passes[-1][1].all()  # it acted
-    assert sum(agree) >= 2
+    assert any(agree)

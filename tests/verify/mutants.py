@@ -172,7 +172,9 @@ def padding_counts_as_tokens(monkeypatch) -> None:
     original = stepping.StepSession.__init__
 
     def __init__(session, config, strategy, kinds, rows, *rest, **options):
-        original(session, config, strategy, kinds, [replace(row, padding=0) for row in rows], *rest, **options)
+        original(
+            session, config, strategy, kinds, [replace(row, padding=0) for row in rows], *rest, **options
+        )
 
     monkeypatch.setattr(stepping.StepSession, "__init__", __init__)
 

@@ -31,7 +31,9 @@ def test_the_oracle_hides_what_it_is_told_to():
     read = torch.ones(2, 12, 12, dtype=torch.bool).tril()
     read[:, 3:, :3] = False
     found = own_logits(subject, tokens, {0: read})
-    torch.testing.assert_close(found[3:], own_logits(subject, tokens[3:]), atol=1e-4, rtol=0)  # rotary: distances
+    torch.testing.assert_close(
+        found[3:], own_logits(subject, tokens[3:]), atol=1e-4, rtol=0
+    )  # rotary: distances
     assert (found[3:] - own_logits(subject, tokens)[3:]).abs().max() > 1e-2
 
 
@@ -125,7 +127,9 @@ def test_rounding_is_small_and_leaves_the_model_as_it_was():
 def test_a_decision_between_equal_scores_is_left_to_rounding():
     subject = tiny_subject("llama")
     bench = Bench(subject, make_strategy("h2o", 6), [6], 20)
-    clear = first_difference(run_of({0: torch.ones(2, 4, 4).bool().tril()}), run_of({0: torch.eye(4).bool().expand(2, 4, 4)}), 0)
+    clear = first_difference(
+        run_of({0: torch.ones(2, 4, 4).bool().tril()}), run_of({0: torch.eye(4).bool().expand(2, 4, 4)}), 0
+    )
     assert not bench.is_rounding(bench.main_case, clear)
 
 

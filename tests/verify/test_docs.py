@@ -46,7 +46,14 @@ def run(command: str, tmp_path: Path, model: Path | None = None):
     words = [str(tmp_path / word) if word.startswith("runs/") else word for word in words]
     if model is not None and words[0] == "run":
         # One short task: the slow tests run the commands as they stand.
-        words += ["--set", f"models=[{json.dumps(str(model))}]", "--set", "tasks=[kvacc_mini_copa]", "--limit", "1"]
+        words += [
+            "--set",
+            f"models=[{json.dumps(str(model))}]",
+            "--set",
+            "tasks=[kvacc_mini_copa]",
+            "--limit",
+            "1",
+        ]
     if model is not None:
         words = [word.replace("smollm2-135m", str(model)) for word in words]
     return CliRunner().invoke(cli, words)
@@ -140,7 +147,8 @@ def test_links_lead_somewhere():
 
 
 @pytest.mark.parametrize(
-    ("option", "message"), [("half_life=0", "half_life 0.0 is not above 0"), ("recent=-1", "recent -1 is below 0")]
+    ("option", "message"),
+    [("half_life=0", "half_life 0.0 is not above 0"), ("recent=-1", "recent -1 is below 0")],
 )
 def test_the_example_checks_its_options(option, message):
     words = ["verify", "decayed_attention", "--include", "examples/decayed_attention.py", "--option", option]

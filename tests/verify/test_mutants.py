@@ -70,7 +70,12 @@ def test_mistakes_of_an_engine(mistake, monkeypatch):
 def test_the_smallest_case_names_its_place_and_both_values():
     failure = of(verify(mutants.OneTooMany()), 4)
     # The short text, its budget of three, and the first query that can read five entries.
-    assert (failure.model, failure.protocol, failure.budget, failure.tokens) == ("tiny llama", "stream", "3", 8)
+    assert (failure.model, failure.protocol, failure.budget, failure.tokens) == (
+        "tiny llama",
+        "stream",
+        "3",
+        8,
+    )
     assert (failure.layer, failure.head, failure.position) == (0, 0, 4)
     assert failure.expected == "at most 3 kept, 1 new" and failure.found == "0-4 (5)"
     text = str(failure)
@@ -86,7 +91,9 @@ def test_an_exception_of_the_strategy_is_a_failure_with_its_place():
 
 def test_a_failure_on_a_longer_text_is_looked_for_on_a_short_one():
     # Only the first of several models tries a short text at once.
-    report = verify_strategy(mutants.OneTooMany(), [tiny_subject("llama"), tiny_subject("opt")], thorough=False)
+    report = verify_strategy(
+        mutants.OneTooMany(), [tiny_subject("llama"), tiny_subject("opt")], thorough=False
+    )
     (result,) = report.failures
     assert result.failing_models == ("tiny llama", "tiny opt")
     assert result.failure.tokens == 8
