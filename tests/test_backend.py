@@ -36,14 +36,6 @@ def roll(words, doc_id=0):
     return Instance("loglikelihood_rolling", {}, (words,), 0, metadata=("task", doc_id, 1))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def parts(tiny_folder):
     """The tiny model with weights so wide that attention is far from uniform, and its tokenizer."""
