@@ -1,4 +1,4 @@
-"""The numba kernel behind :mod:`kvacc.compiled_choice`; importing this needs numba."""
+"""The numba kernels behind :mod:`kvacc.compiled_choice`; importing this needs numba."""
 
 from __future__ import annotations
 

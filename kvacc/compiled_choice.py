@@ -21,7 +21,8 @@ def _kernels():
 
 
 @functools.cache
-def _numba_is_here() -> bool:
+def numba_is_here() -> bool:
+    """Is numba installed and usable?"""
     try:
         import numba  # noqa: F401
     except ImportError:
@@ -30,10 +31,12 @@ def _numba_is_here() -> bool:
 
 
 def available(scores: torch.Tensor) -> bool:
-    return scores.device.type == "cpu" and scores.dtype == torch.float32 and _numba_is_here()
+    """Can the compiled functions take ``scores``? They serve float32 on the CPU."""
+    return scores.device.type == "cpu" and scores.dtype == torch.float32 and numba_is_here()
 
 
 def highest(scores: torch.Tensor, count: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """As :func:`kvacc.select_strategy.highest`."""
     out = np.zeros(scores.shape, dtype=np.bool_)
     _kernels().highest_kernel(
         scores.contiguous().numpy(),
@@ -45,6 +48,7 @@ def highest(scores: torch.Tensor, count: torch.Tensor, allowed: torch.Tensor) ->
 
 
 def best_of_group(logits: torch.Tensor, heads: int, candidates: torch.Tensor) -> torch.Tensor:
+    """As :func:`kvacc.select_strategy.best_of_group`."""
     rows, _, count, width = logits.shape
     out = np.empty((rows, heads, count, width), dtype=np.float32)
     shape = (rows, candidates.shape[1], count, width)

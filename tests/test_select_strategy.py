@@ -102,7 +102,7 @@ def test_compiled_and_reference_agree_with_a_sort(monkeypatch, seed):
 def test_the_compiled_choice_is_left_out_where_it_cannot_be(monkeypatch):
     assert not compiled_choice.available(torch.zeros(2, dtype=torch.float64))
     assert not compiled_choice.available(torch.zeros(2, device="meta"))
-    monkeypatch.setattr(compiled_choice, "_numba_is_here", lambda: False)
+    monkeypatch.setattr(compiled_choice, "numba_is_here", lambda: False)
     assert not compiled_choice.available(torch.zeros(2))
 
 

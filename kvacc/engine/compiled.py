@@ -14,17 +14,8 @@ import functools
 import numpy as np
 import torch
 
+from kvacc.compiled_choice import numba_is_here
 from kvacc.engine.scan import Scan
-
-
-@functools.cache
-def available() -> bool:
-    """Is numba installed and usable?"""
-    try:
-        import numba  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def supports(scan: Scan) -> bool:
@@ -33,7 +24,7 @@ def supports(scan: Scan) -> bool:
     return (
         rule is not None
         and _speaks_for(type(scan.strategy))
-        and available()
+        and numba_is_here()
         and scan.current.alive.device.type == "cpu"
     )
 

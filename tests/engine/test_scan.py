@@ -8,12 +8,13 @@ import pytest
 import torch
 from naive import draw_tokens, new_scan, one_request, sharp
 
+from kvacc.compiled_choice import numba_is_here
 from kvacc.engine import compiled, parallel
 from kvacc.engine.plan import Request, build_rows, make_plan
 from kvacc.engine.scan import Entries, masked_softmax, scan_block
 from kvacc.strategy import make_strategy
 
-needs_numba = pytest.mark.skipif(not compiled.available(), reason="numba is not installed")
+needs_numba = pytest.mark.skipif(not numba_is_here(), reason="numba is not installed")
 
 HEADS, GROUP = 2, 3
 
@@ -177,7 +178,7 @@ def test_a_compiled_rule_is_used_only_where_it_is_exact():
     full_row = make_strategy("h2o", 5, scores="full_row")
     for strategy, fast in ((make_strategy("h2o", 5), True), (full_row, False), (make_strategy("random", 5), True)):
         plan = make_plan(build_rows([(0, one_request(draw_tokens(6)))]), strategy)
-        assert compiled.supports(new_scan(plan, strategy, 1)) == (fast and compiled.available())
+        assert compiled.supports(new_scan(plan, strategy, 1)) == (fast and numba_is_here())
 
 
 # --- softmax over a kept set --------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 from naive import draw_tokens, flat_plan, one_request, scan_by_hand, sharp, step_through
 
-from kvacc.engine import compiled
+from kvacc.compiled_choice import numba_is_here
 from kvacc.engine.plan import build_rows, make_plan
 from kvacc.engine.scoring import score_documents
 from kvacc.errors import KvaccError
@@ -29,7 +29,7 @@ SIX_TOKENS = [
 
 @pytest.fixture(autouse=True)
 def needs_numba(request):
-    if "use_compiled" in request.fixturenames and request.getfixturevalue("use_compiled") and not compiled.available():
+    if "use_compiled" in request.fixturenames and request.getfixturevalue("use_compiled") and not numba_is_here():
         pytest.skip("numba is not installed")
 
 

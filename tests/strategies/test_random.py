@@ -9,6 +9,7 @@ import torch
 from naive import draw_tokens, flat_plan, new_scan, one_request, sharp, step_through
 from scipy import stats
 
+from kvacc.compiled_choice import numba_is_here
 from kvacc.engine import compiled
 from kvacc.engine.plan import build_rows, make_plan
 from kvacc.engine.scan import scan_block
@@ -30,7 +31,7 @@ def draws(seed=0, layer=0, heads=4, count=4096):
 
 @pytest.mark.parametrize("use_compiled", [False, True])
 def test_the_highest_draws_of_what_was_seen_stay(use_compiled):
-    if use_compiled and not compiled.available():
+    if use_compiled and not numba_is_here():
         pytest.skip("numba is not installed")
     strategy = make_strategy("random", 5)
     score = strategy.initial_score(torch.arange(30), 0, 2)  # [T, H]

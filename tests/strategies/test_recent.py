@@ -6,6 +6,7 @@ import pytest
 import torch
 from naive import flat_plan, new_scan, scan_by_hand, sharp, step_through
 
+from kvacc.compiled_choice import numba_is_here
 from kvacc.engine import compiled
 from kvacc.engine.scan import scan_block
 from kvacc.strategy import make_strategy, strategy_classes
@@ -26,7 +27,7 @@ def reads(mask):
 
 @pytest.mark.parametrize("use_compiled", [False, True])
 def test_each_query_reads_itself_and_the_budget_before_it(use_compiled):
-    if use_compiled and not compiled.available():
+    if use_compiled and not numba_is_here():
         pytest.skip("numba is not installed")
     mask = visible(make_strategy("recent", 3), 7, use_compiled=use_compiled)
     # A token joins, reads, and only then does the oldest go: one more than the budget is read.
@@ -35,7 +36,7 @@ def test_each_query_reads_itself_and_the_budget_before_it(use_compiled):
 
 @pytest.mark.parametrize("use_compiled", [False, True])
 def test_a_dense_prompt_is_read_in_full_and_then_cut(use_compiled):
-    if use_compiled and not compiled.available():
+    if use_compiled and not numba_is_here():
         pytest.skip("numba is not installed")
     mask = visible(make_strategy("recent", 2), 7, dense=5, use_compiled=use_compiled)
     assert reads(mask) == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [3, 4, 5], [4, 5, 6]]

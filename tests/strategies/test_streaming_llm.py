@@ -6,6 +6,7 @@ import pytest
 import torch
 from naive import NaiveStreaming, draw_tokens, flat_plan, llama, new_scan, one_request, sharp, step_through
 
+from kvacc.compiled_choice import numba_is_here
 from kvacc.engine import compiled
 from kvacc.engine.plan import build_rows, make_plan
 from kvacc.engine.scan import scan_block
@@ -16,7 +17,7 @@ TOKENS = draw_tokens(24)
 
 
 def reads(strategy, count, dense=0, use_compiled=False):
-    if use_compiled and not compiled.available():
+    if use_compiled and not numba_is_here():
         pytest.skip("numba is not installed")
     scan = new_scan(flat_plan(strategy, count, dense, dense or count), strategy, heads=1)
     if use_compiled:
