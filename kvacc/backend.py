@@ -211,7 +211,7 @@ class KvaccLM(HFLM):
         for task in dict.fromkeys(r.task for r in self.records):
             mine = [r for r in self.records if r.task == task]
             scored = sum(r.scored_tokens for r in mine) or 1
-            kept = sum(r.kept_fraction * r.scored_tokens for r in mine) / scored
+            kept = weighted_mean([r.kept_fraction for r in mine], [r.scored_tokens for r in mine]) or 0.0
             acted = sum(r.acted for r in mine)
             out = sum(r.unreachable_tokens for r in mine) / scored
             means = mean_selection(mine, [r.scored_tokens for r in mine])

@@ -10,7 +10,6 @@ import torch
 from kvacc.engine import attention
 from kvacc.engine.stepping import RowReading
 from kvacc.engine.wrapped import WrappedModel
-from kvacc.select_strategy import SelectStrategy
 from kvacc.strategy import Strategy
 
 
@@ -71,6 +70,6 @@ def generate(
         ]
         kept = sum(k for k, _ in reads) / len(reads) if reads else 1.0
         moved = [float(each[b * copies]) for each in session.moved[:count]]
-        mean = sum(moved) / len(moved) if moved and isinstance(strategy, SelectStrategy) else None
+        mean = sum(moved) / len(moved) if moved and strategy.offloads else None
         measured.append(Generated(count, kept, any(h for _, h in reads), mean))
     return tokens, measured

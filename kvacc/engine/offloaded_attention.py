@@ -8,6 +8,7 @@ import torch
 
 from kvacc.engine.attention import AttentionCall, attention_logits
 from kvacc.engine.offload import OffloadedLayer
+from kvacc.engine.plan import limits_for
 from kvacc.engine.rotary import Rotation
 from kvacc.engine.selecting import ask, attend_selected, layer_context
 from kvacc.engine.speculation import Speculation
@@ -104,10 +105,12 @@ class OffloadedAttention:
         return columns.to(device) - padding[:, None]
 
     def _asked(self, call, query, speculated, own, position, entries, readable) -> Asked:
+        """The question of queries at ``position`` [B, n]; the other tensors as in :class:`Asked`,
+        places in ``entries`` [B, W] negative at padding."""
         dense = torch.tensor([row.dense for row in self.rows], device=position.device)[:, None]
         acts_after = (dense == 0) | self.strategy.acts_while_decoding
         budget = [
-            [self.strategy.budget.entries(row.compressed, place + 1) for place in places]
+            limits_for(self.strategy, row.compressed, places)[0]
             for row, places in zip(self.rows, position.clamp(min=0).tolist(), strict=True)
         ]
         return Asked(

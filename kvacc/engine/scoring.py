@@ -15,7 +15,6 @@ from kvacc.engine.plan import Request, Row, build_rows, make_plan
 from kvacc.engine.stepping import RowReading
 from kvacc.engine.wrapped import WrappedModel
 from kvacc.errors import KvaccError
-from kvacc.select_strategy import SelectStrategy
 from kvacc.strategy import Strategy
 
 LOGIT_BYTES = 256 * 2**20
@@ -269,7 +268,7 @@ def score_by_steps(
                 moved = 0.0 if column - padding[b] < request.dense else float(session.moved[-1][b])
                 values[b].append(Query(logprob[0], best[0], float(kept[b]), bool(hidden[b]), moved))
                 kept_logits[b].append(logits[b])
-    selects = isinstance(strategy, SelectStrategy)
+    selects = strategy.offloads
     return [_combine(v, selects) for v in values], [torch.stack(x) for x in kept_logits]
 
 
