@@ -42,7 +42,7 @@ class LayerContext:
         rotate: (x [B, K or Q, n, D], by [B, 1, n]) -> x moved by that many positions;
             None unless the strategy ``needs_rotation``.
         skewed: key [B, K, n, D] -> its skewed partial columns [B, K, n, C]; None unless
-            the strategy ``needs_speculation``.
+            the strategy has a ``speculation``.
     """
 
     layer: int
@@ -77,7 +77,7 @@ class Asked:
         query: [B, Q, n, D], rotated by the model; None when a selection is asked for
             ahead, before the layer has run.
         speculated: [B, Q, n, C], the skewed partial queries made from the attention
-            input of the layer before; None unless the strategy ``needs_speculation``.
+            input of the layer before; None unless the strategy has a ``speculation``.
         position: long [B, n]; negative at padding.
         budget: long [B, n], entries allowed.
         acts: bool [B, n]; False while a dense prefill reads everything.
@@ -142,6 +142,28 @@ class Selection:
     """long [B, n]"""
 
 
+@dataclass(frozen=True)
+class SpeculationSettings:
+    """How a model's queries are guessed from a few skewed columns (InfiniGen).
+
+    Attributes:
+        calibration: ``prose`` or the path of the text that the columns are chosen by.
+        calibration_digest: of that text (:func:`kvacc.calibration.calibration_digest`).
+        skew: rotate queries and keys so that few columns carry most of them.
+        partial_ratio: share of the columns used, in (0, 1].
+        columns: which, a rule of :meth:`kvacc.engine.skewing.Skewing.columns`.
+        source: ``previous``, the attention input of the layer before, or ``current``, the
+            layer's own query.
+    """
+
+    calibration: str
+    calibration_digest: str
+    skew: bool
+    partial_ratio: float
+    columns: str
+    source: str
+
+
 class Selector:
     """One layer's summary of its entries. Tensors in ``state`` follow the batch's rows."""
 
@@ -194,20 +216,9 @@ class SelectStrategy(Strategy):
         return False
 
     @property
-    def needs_speculation(self) -> bool:
-        """True when queries are guessed from the attention input of the layer before."""
-        return False
-
-    @property
-    def needs_rotation(self) -> bool:
-        """True when ``LayerContext.rotate`` is used."""
-        return False
-
-    @property
-    def shares_trees(self) -> bool:
-        """False when what a query reads depends on queries beside its own path, so that
-        each answer option needs a row of its own."""
-        return True
+    def speculation(self) -> SpeculationSettings | None:
+        """How queries are guessed before their layer runs; None when they are not."""
+        return None
 
     @property
     def selects_ahead(self) -> bool:

@@ -102,6 +102,11 @@ class Strategy:
         answer option needs a row of its own."""
         return self.causal
 
+    @property
+    def needs_rotation(self) -> bool:
+        """True when keys or queries are moved to other rotary positions."""
+        return False
+
     def options(self) -> dict[str, Any]:
         """Hyper-parameters other than the budget, as plain values."""
         return {
@@ -158,6 +163,10 @@ class EvictStrategy(Strategy):
     def rotates_to_cache_positions(self) -> bool:
         """True when keys are rotated to their place in the cache, not in the text."""
         return False
+
+    @property
+    def needs_rotation(self) -> bool:
+        return self.rotates_to_cache_positions
 
     def sink_count(self, budget: int) -> int:
         """First tokens that are always kept, at most ``budget``."""

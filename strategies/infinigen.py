@@ -17,7 +17,14 @@ from typing import ClassVar
 from kvacc.budget import Budget
 from kvacc.calibration import calibration_digest
 from kvacc.errors import KvaccError, unknown
-from kvacc.select_strategy import Selection, Selector, SelectStrategy, best_of_group, highest
+from kvacc.select_strategy import (
+    Selection,
+    Selector,
+    SelectStrategy,
+    SpeculationSettings,
+    best_of_group,
+    highest,
+)
 
 CHOICES = {
     "columns": ("paper", "union", "query"),
@@ -56,7 +63,8 @@ class InfiniGen(SelectStrategy):
             ``ranked`` with the others as in the authors' simulation.
         skew: False leaves the columns as they are (the paper's ablation).
         pool: entries that host memory holds per KV head, as a fraction or a count. When it is
-            full a new entry overwrites the victim of ``pool_policy``.
+            full a new entry overwrites the victim of ``pool_policy``. It limits what can be
+            read; the step path does not reuse the victims' memory, and counts it as held.
         pool_policy: ``counter`` (the paper's choice), ``lru`` or ``fifo``.
         calibration: ``prose``, a text of this project's, or the path of a text file.
         calibration_digest: of that text; filled in, and checked when given.
@@ -107,8 +115,15 @@ class InfiniGen(SelectStrategy):
         object.__setattr__(self, "calibration_digest", digest)
 
     @property
-    def needs_speculation(self) -> bool:
-        return True
+    def speculation(self) -> SpeculationSettings:
+        return SpeculationSettings(
+            self.calibration,
+            self.calibration_digest,
+            self.skew,
+            self.partial_ratio,
+            self.columns,
+            self.speculate_from,
+        )
 
     @property
     def is_pool_limited(self) -> bool:

@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 
 from kvacc.engine.scan import masked_softmax
+from kvacc.select_strategy import dots
 
 NAME = "kvacc"
 
@@ -111,12 +112,8 @@ def register() -> None:
 
 def attention_logits(call: AttentionCall, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Scaled logits, float32 [B, Q, n, W], query heads grouped by KV head."""
-    rows, heads, count, dim = query.shape
-    kv_heads, width = key.shape[1], key.shape[2]
     # In float32 whatever the model's type: scores rank entries by small differences.
-    grouped = query.reshape(rows, kv_heads, heads // kv_heads * count, dim).float()
-    logits = (grouped * call.scaling) @ key.float().transpose(-1, -2)
-    logits = logits.view(rows, heads, count, width)
+    logits = dots(query.float() * call.scaling, key)
     if call.softcap is not None:
         logits = torch.tanh(logits / call.softcap) * call.softcap
     return logits

@@ -1,4 +1,4 @@
-"""Strategies that select, on the parallel path: what each query of a layer reads, the
+"""What both paths share for strategies that select: what each query of a layer reads, the
 attention over it, and how good the selection was."""
 
 from __future__ import annotations
@@ -40,7 +40,13 @@ def layer_context(
     )
 
 
-def attend_selected(call: AttentionCall, selection: Selection, rotation: Rotation | None, position, entries):
+def attend_selected(
+    call: AttentionCall,
+    selection: Selection,
+    rotation: Rotation | None,
+    position: torch.Tensor,
+    entries: torch.Tensor,
+) -> torch.Tensor:
     """Attention over what is visible, entries that are ``far`` at their fixed distance.
 
     Args:
@@ -94,7 +100,11 @@ class Quality:
 
 
 def quality(call: AttentionCall, visible: torch.Tensor, readable: torch.Tensor) -> Quality:
-    """visible: bool [B, H, n, W]; readable: bool [B, n, W]."""
+    """How good a selection is.
+
+    Args:
+        visible: bool [B, H, n, W], what was read; readable: bool [B, n, W], what could be.
+    """
     rows, query_heads, count, width = call.query.shape[0], call.query.shape[1], *readable.shape[1:]
     heads = visible.shape[1]
     logits = attention_logits(call, call.query, call.key)

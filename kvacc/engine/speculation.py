@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache
 
 from kvacc.engine.attention import AttentionCall, active
 from kvacc.engine.skewing import Skewing
+from kvacc.select_strategy import SpeculationSettings
 
 
 class _QueryIsKnown(Exception):
@@ -110,27 +111,30 @@ def token_mixers(model: torch.nn.Module, layers: set[int]) -> dict[int, torch.nn
     return found
 
 
+def _kind_and_place(module: torch.nn.Module) -> tuple:
+    weight = next(module.parameters(), None)
+    return type(module), getattr(module, "layer_type", None), None if weight is None else weight.device
+
+
 class Speculation:
     """Skewed partial queries and keys of a model's layers.
 
     Args:
         inputs: the model's attention modules.
         skewing: rotations and column weights.
-        ratio, rule: see :meth:`Skewing.columns`.
-        source: ``previous``: the attention input of the layer before; ``current``: the
-            layer's own query, an oracle that cannot be fetched ahead.
+        settings: which columns, and what queries are guessed from.
         foldable: the model has no rotary positions, so queries may be linear in the input.
     """
 
     def __init__(
-        self, inputs: Inputs, skewing: Skewing, ratio: float, rule: str, source: str, foldable: bool
+        self, inputs: Inputs, skewing: Skewing, settings: SpeculationSettings, foldable: bool
     ) -> None:
         self.inputs = inputs
-        self.source = source
+        self.source = settings.source
         self.foldable = foldable
         self.basis: dict[int, torch.Tensor] = {}
         for layer, rotation in skewing.rotation.items():
-            columns = skewing.columns(layer, ratio, rule)
+            columns = skewing.columns(layer, settings.partial_ratio, settings.columns)
             index = columns[:, None].expand(-1, rotation.shape[1], -1)
             self.basis[layer] = rotation.gather(2, index)  # [K, D, C]
         self._folded: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}
@@ -155,11 +159,9 @@ class Speculation:
 
     def queries_ahead(self, layer: int, running: int) -> torch.Tensor | None:
         """The same for ``layer``, while ``running``, the one before, runs. None where the two
-        are given different arguments, such as rotary frequencies of their own."""
+        are given different arguments: rotary frequencies of their own, or another device's."""
         own, other = self.inputs.modules[layer], self.inputs.watched[running]
-        if type(own) is not type(other) or getattr(own, "layer_type", None) != getattr(
-            other, "layer_type", None
-        ):
+        if _kind_and_place(own) != _kind_and_place(other):
             return None
         return self._guess(layer, self.inputs.hidden(running), running)
 

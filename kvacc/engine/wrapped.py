@@ -16,7 +16,7 @@ from kvacc.engine.skewing import skewing_for
 from kvacc.engine.speculation import Inputs, Speculation, token_mixers
 from kvacc.engine.stepping import RowReading, StepSession
 from kvacc.errors import KvaccError
-from kvacc.select_strategy import SelectStrategy
+from kvacc.select_strategy import SelectStrategy, SpeculationSettings
 from kvacc.strategy import EvictStrategy, Strategy, make_strategy
 
 
@@ -53,7 +53,7 @@ class WrappedModel:
         self.latent = shares_latent(model.config)
         self._rotation: Rotation | None = None
         self._modules: dict[int, torch.nn.Module] = {}
-        self._speculations: dict[tuple, Speculation] = {}
+        self._speculations: dict[SpeculationSettings, Speculation] = {}
         accepts = inspect.signature(model.forward).parameters
         recurrent = any(kind.name == "other" for kind in self.kinds)
         self.shares_trees = "position_ids" in accepts and not recurrent
@@ -86,6 +86,7 @@ class WrappedModel:
 
     @property
     def layers(self) -> int:
+        """Number of layers, recurrent ones included."""
         return len(self.kinds)
 
     @property
@@ -94,8 +95,7 @@ class WrappedModel:
 
     def rotation_for(self, strategy: Strategy) -> Rotation | None:
         """The model's rotary convention, found once, if ``strategy`` needs it."""
-        needs = "needs_rotation" if isinstance(strategy, SelectStrategy) else "rotates_to_cache_positions"
-        if not getattr(strategy, needs, False):
+        if not strategy.needs_rotation:
             return None
         if self._rotation is None:
             full = [i for i, kind in enumerate(self.kinds_for(strategy)) if kind.name == "full"]
@@ -104,26 +104,25 @@ class WrappedModel:
 
     def speculation_for(self, strategy: Strategy) -> Speculation | None:
         """Skewed partial queries and keys, prepared once per model and calibration text."""
-        if not getattr(strategy, "needs_speculation", False):
+        settings = strategy.speculation if isinstance(strategy, SelectStrategy) else None
+        if settings is None:
             return None
         if self.calibration is None:
             raise KvaccError(
                 f"{strategy!r} prepares itself on a text: give WrappedModel calibration=, a function "
                 "that returns the text's tokens"
             )
-        chosen = (strategy.skew, strategy.partial_ratio, strategy.columns, strategy.speculate_from)
-        key = (strategy.calibration_digest, *chosen)
-        if key not in self._speculations:
-            tokens = self.calibration(strategy.calibration)
-            skewing = skewing_for(self, tokens, strategy.calibration_digest, skew=strategy.skew)
+        if settings not in self._speculations:
+            tokens = self.calibration(settings.calibration)
+            skewing = skewing_for(self, tokens, settings.calibration_digest, skew=settings.skew)
             recurrent = {layer for layer, kind in enumerate(self.kinds) if kind.name == "other"}
-            self._speculations[key] = Speculation(
+            self._speculations[settings] = Speculation(
                 Inputs(self.attention_modules(), token_mixers(self.model, recurrent)),
                 skewing,
-                *chosen[1:],
+                settings,
                 foldable=not has_rotary_positions(self.model),
             )
-        return self._speculations[key]
+        return self._speculations[settings]
 
     def attention_modules(self) -> dict[int, torch.nn.Module]:
         """layer -> the module whose attention kvacc answers, as seen in a forward pass."""

@@ -11,7 +11,8 @@ from naive import calibration, draw_tokens, sharp
 from naive_select import DECODERS, read_at_once, read_by_steps
 
 from kvacc.engine import attention, speculation
-from kvacc.engine.speculation import Speculation
+from kvacc.engine.skewing import Skewing
+from kvacc.engine.speculation import Inputs, Speculation
 from kvacc.engine.wrapped import WrappedModel
 from kvacc.strategy import make_strategy
 
@@ -253,3 +254,12 @@ def test_no_rotation_and_rotary_families_are_told_apart():
         assert not has_rotary_positions(build(family))
     for family in ("llama", "gptj", "codegen", "gpt_neox", "deepseek_v3", "hunyuan_v1_dense"):
         assert has_rotary_positions(build(family))
+
+
+def test_layers_of_another_kind_or_on_another_device_are_not_guessed_ahead():
+    # What the running layer was given would be of the wrong kind, or in the wrong place, for the next.
+    settings = make_strategy("infinigen", 4).speculation
+    linear = torch.nn.Linear(2, 2)
+    for other in (torch.nn.Linear(2, 2, device="meta"), torch.nn.Bilinear(2, 2, 2)):
+        guess = Speculation(Inputs({0: linear, 1: other}), Skewing({}, {}, {}), settings, foldable=False)
+        assert guess.queries_ahead(1, 0) is None
