@@ -1,4 +1,8 @@
-"""The numba kernels behind :mod:`kvacc.compiled_choice`; importing this needs numba."""
+"""The numba kernels behind :mod:`kvacc.compiled_choice`; importing this needs numba.
+
+Arrays have the shapes of :func:`~kvacc.select_strategy.highest` and
+:func:`~kvacc.select_strategy.best_of_group`; ``out`` is written.
+"""
 
 from __future__ import annotations
 
