@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvacc.non_inferiority import detectable_drop, two_sided_p
 from kvacc.results import METRIC_PREFIX, Cell
 from kvacc.statistics import Difference, Flips, flips, items_stderr, paired_difference
 
@@ -52,6 +53,12 @@ class Comparison:
     """Items lost and gained; None when the metric is not 0 or 1 per item."""
     identical: bool
     """No log-likelihood differs by more than float noise: the strategy may have done nothing."""
+    p_value: float | None = None
+    """Two-sided, of "no difference"; None with too few items."""
+    p_method: str | None = None
+    """The test that it comes from."""
+    detectable: float | None = None
+    """Smallest true drop that items like these would show (80 % power), in the metric's unit."""
 
 
 def metric_column(cell: Cell) -> str:
@@ -95,7 +102,7 @@ def read_items(cell: Cell) -> Items:
 
 def why_not_paired(cell: Cell, items: Items, full: Cell, full_items: Items) -> str | None:
     """Why the two cells cannot be compared, or None when they can."""
-    if _model_identity(cell) != _model_identity(full):
+    if model_identity(cell) != model_identity(full):
         return "the model differs from full's"
     if cell.task.version != full.task.version:
         return f"task version {cell.task.version} differs from full's {full.task.version}"
@@ -119,11 +126,15 @@ def compare(items: Items, full_items: Items) -> Comparison:
     strategy_values = [items.values[key] for key in keys]
     full_values = [full_items.values[key] for key in keys]
     clusters = [items.clusters[key] for key in keys]
+    tested = two_sided_p(full_values, strategy_values, clusters)
     binary = set(strategy_values) | set(full_values) <= {0.0, 1.0}
     return Comparison(
         difference=paired_difference(full_values, strategy_values, clusters),
         flips=flips(full_values, strategy_values) if binary else None,
         identical=_same_loglikelihoods(items.loglikelihoods, full_items.loglikelihoods),
+        p_value=tested[0] if tested else None,
+        p_method=tested[1] if tested else None,
+        detectable=detectable_drop(full_values, strategy_values, clusters),
     )
 
 
@@ -139,8 +150,8 @@ def _told(cell: Cell, name: str) -> str:
     return value.partition(",")[0] if name == "device" else value
 
 
-def _model_identity(cell: Cell) -> dict[str, Any]:
-    """The fingerprint without where the model lay and ran, which do not change its weights."""
+def model_identity(cell: Cell) -> dict[str, Any]:
+    """The model's fingerprint without where it lay and ran, which do not change its weights."""
     return {name: value for name, value in cell.model.items() if name not in ("device", "device_map", "path")}
 
 

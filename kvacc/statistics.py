@@ -7,6 +7,8 @@ the plain formulas are too sure of themselves (McNemar's exact test rejects a tr
 null 17 % of the time at 5 %, with five questions per haystack), so every function
 that can takes ``clusters``.
 
+Whether a drop stays within a margin is asked in :mod:`kvacc.non_inferiority`.
+
 Sources: Miller, "Adding error bars to evals" (arXiv:2411.00640) for clustered
 standard errors and paired differences; Tango (Statistics in Medicine 17, 1998,
 891-908) for the score interval of a paired difference; Connor (Biometrics 43, 1987,
@@ -22,6 +24,9 @@ from typing import NamedTuple
 import numpy
 
 from kvacc.errors import KvaccError
+
+EXACT_ITEMS = 100
+"""Up to so many independent items exact tests are used; they cost some milliseconds there."""
 
 Array = Sequence[float] | numpy.ndarray
 
@@ -132,6 +137,108 @@ def mcnemar_exact(lost: int, gained: int) -> float:
     from scipy.stats import binomtest
 
     return float(binomtest(gained, lost + gained, 0.5).pvalue)
+
+
+def mcnemar_mid_p(lost: int, gained: int) -> float:
+    """Two-sided mid-p value of McNemar's test: the exact one less the chance of the outcome seen.
+
+    Less conservative than :func:`mcnemar_exact` (.049 instead of .032 at a nominal .05, 200
+    items and 10 % discordance), at the price of not being guaranteed (Fagerland, Lydersen and
+    Laake, BMC Medical Research Methodology 13:91, 2013). Assumes independent items.
+    """
+    exact = mcnemar_exact(lost, gained)
+    if lost + gained == 0:
+        return 1.0
+    from scipy.stats import binom
+
+    return float(exact - binom.pmf(lost, lost + gained, 0.5))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values adjusted for their number (Holm 1979), in the order given.
+
+    Rejecting what is at most alpha keeps the chance of any false rejection, of however many
+    tests and however they depend on each other, at most alpha.
+    """
+    number = len(p_values)
+    if any(not 0 <= p <= 1 for p in p_values):
+        raise KvaccError(f"p-values must lie between 0 and 1, not {list(p_values)}")
+    adjusted, highest = [0.0] * number, 0.0
+    for rank, index in enumerate(sorted(range(number), key=lambda i: p_values[i])):
+        highest = max(highest, min(1.0, (number - rank) * p_values[index]))
+        adjusted[index] = highest
+    return adjusted
+
+
+def holm_of_discrete(
+    p_values: Sequence[float], smallest: Sequence[float], alpha: float = 0.05
+) -> list[float]:
+    """Holm's adjusted p-values, over those tests only that could have rejected at all.
+
+    An exact test of 3 items that differ cannot have a p-value below 1/8, whatever way they go.
+    How many differ says nothing about which way, so the tests that cannot reject may be left
+    out by it, and the others need no correction for them (the idea of Tarone, Biometrics 46,
+    1990, 515-522). Of what came out unchanged nothing differs.
+
+    Args:
+        p_values: of the tests.
+        smallest: the smallest p-value that each could have had; 0 where there is no such limit.
+        alpha: level at which the adjusted values are going to be read.
+
+    Returns:
+        Adjusted p-values, 1.0 for a test that does not count.
+    """
+    if len(p_values) != len(smallest):
+        raise KvaccError(f"{len(p_values)} p-values, but {len(smallest)} smallest ones; give one for each")
+    counted = [index for index, least in enumerate(smallest) if least <= alpha]
+    adjusted = [1.0] * len(p_values)
+    for index, p in zip(counted, holm([p_values[index] for index in counted]), strict=True):
+        adjusted[index] = p
+    return adjusted
+
+
+def items_needed(
+    margin: float,
+    discordance: float,
+    drop: float = 0.0,
+    confidence: float = 0.95,
+    power: float = 0.8,
+    design_effect: float = 1.0,
+) -> int | None:
+    """Paired items that would show, one-sided, that a drop stays within the margin.
+
+    ``n = ((z_a + z_b) sqrt(p - d^2) / (margin - d))^2`` (Connor 1987, for non-inferiority),
+    with p the discordance and d the true drop; and never fewer than are needed where nothing
+    flips at all: ``z_a^2 (1 - margin) / margin`` by Tango's bound, or the n from which
+    ``(1 - margin)^n <= 1 - confidence`` where that few items get the exact test.
+
+    Args:
+        margin: largest drop allowed, in the metric's unit (0.01 is a point).
+        discordance: share of items whose correctness differs, in [0, 1].
+        drop: the true drop that is assumed; 0: nothing is lost.
+        confidence: of the one-sided bound.
+        power: chance of showing it.
+        design_effect: 1 + (k - 1) ICC for clusters of k items; multiplies the items.
+
+    Returns:
+        A number of items, or None where none would do (``drop >= margin``).
+    """
+    if not 0 <= discordance <= 1 or abs(drop) > 1 or design_effect <= 0:
+        raise KvaccError(
+            f"discordance {discordance}, drop {drop}, design effect {design_effect}: give shares up to 1 "
+            "and a positive design effect"
+        )
+    if drop >= margin:
+        return None
+    z_alpha, z_beta = _normal_quantile(2 * confidence - 1), _normal_quantile(2 * power - 1)
+    spread = max(discordance - drop**2, 0.0)
+    wanted = ((z_alpha + z_beta) / (margin - drop)) ** 2 * spread
+    least = 0.0
+    if 0 < margin < 1:
+        exact = math.log(1 - confidence) / math.log(1 - margin)
+        tango = z_alpha**2 * (1 - margin) / margin
+        least = tango if tango > EXACT_ITEMS else min(exact, max(tango, EXACT_ITEMS + 1))
+    return max(1, math.ceil(max(wanted, least) * design_effect))
 
 
 def tango_interval(lost: int, gained: int, items: int, confidence: float = 0.95) -> tuple[float, float]:

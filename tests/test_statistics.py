@@ -13,9 +13,13 @@ from kvacc.statistics import (
     clustered_stderr,
     design_effect,
     flips,
+    holm,
+    holm_of_discrete,
     is_at_chance,
+    items_needed,
     items_stderr,
     mcnemar_exact,
+    mcnemar_mid_p,
     mean_stderr,
     minimum_detectable_drop,
     paired_difference,
@@ -316,6 +320,64 @@ def test_clusters_cost_power():
 
 
 @pytest.mark.parametrize(
+    ("margin", "discordance", "expected"),
+    [(0.01, 0.05, 3092), (0.01, 0.1, 6183), (0.01, 0.2, 12366), (0.02, 0.1, 1546), (0.05, 0.2, 495)],
+)
+def test_items_needed_to_show_non_inferiority(margin, discordance, expected):
+    """Connor's formula, one-sided 5 %, power 80 %."""
+    assert items_needed(margin, discordance) == pytest.approx(expected, abs=1)
+
+
+def test_items_needed_show_it_at_the_stated_power():
+    number = items_needed(0.02, 0.06)
+    random = numpy.random.default_rng(RANDOM_SEED)
+    lost, gained, _ = random.multinomial(number, [0.03, 0.03, 0.94], size=SIMULATIONS).T
+    shown = [tango_interval(b, c, number, 0.9)[0] > -0.02 for b, c in zip(lost, gained, strict=True)]
+    assert numpy.mean(shown) == pytest.approx(0.8, abs=0.05)
+
+
+def test_items_needed_without_any_flip():
+    """z^2 / (n + z^2) < 0.01 from 268 items on."""
+    assert items_needed(0.01, 0.0) == 268
+    assert tango_interval(0, 0, 268, 0.9)[1] < 0.01 < tango_interval(0, 0, 267, 0.9)[1]
+
+
+def test_items_needed_grow_with_clusters_and_with_the_drop():
+    assert items_needed(0.02, 0.1, design_effect=3) == pytest.approx(3 * items_needed(0.02, 0.1), abs=3)
+    assert items_needed(0.02, 0.1, drop=0.01) > 3 * items_needed(0.02, 0.1)
+    assert items_needed(0.02, 0.1, drop=0.02) is None
+
+
+def test_mid_p_by_hand():
+    """Five lost, none gained: exact 2 / 32, of which half is the outcome itself."""
+    assert mcnemar_mid_p(5, 0) == pytest.approx(1 / 32)
+    assert mcnemar_mid_p(0, 0) == 1.0
+    assert mcnemar_mid_p(78, 50) == pytest.approx(0.0134, abs=5e-5)  # measured with another program
+
+
+@pytest.mark.parametrize("p_values", [[0.01, 0.04, 0.03, 0.5], [0.2], [], [1, 1, 0], [0.02, 0.02, 0.02]])
+def test_holm_equals_statsmodels(p_values):
+    from statsmodels.stats.multitest import multipletests
+
+    expected = multipletests(p_values, method="holm")[1].tolist() if p_values else []
+    assert holm(p_values) == pytest.approx(expected)
+
+
+def test_holm_of_discrete_counts_only_what_could_reject():
+    """Smallest 1/16 and 1: neither can be at most 0.05, so the other two are all there are."""
+    adjusted = holm_of_discrete([0.02, 0.0625, 1.0, 0.01], [0.01, 0.0625, 1.0, 0.0])
+    assert adjusted == pytest.approx([0.02, 1.0, 1.0, 0.02])
+    assert holm_of_discrete([0.02, 0.3], [0, 0]) == holm([0.02, 0.3])
+    with pytest.raises(KvaccError, match="give one for each"):
+        holm_of_discrete([0.1], [])
+
+
+def test_holm_refuses_what_is_no_p_value():
+    with pytest.raises(KvaccError, match="between 0 and 1"):
+        holm([0.5, 1.2])
+
+
+@pytest.mark.parametrize(
     ("score", "stderr", "chance", "expected"),
     [
         (0.26, 0.02, 0.25, True),
@@ -349,3 +411,27 @@ def test_a_standard_error_is_zero_only_when_all_values_are_equal():
     assert items_stderr([1] * 6, twins) == 0
     uneven = [1, 1, 0, 0, 1, 0]
     assert items_stderr(uneven, twins) == pytest.approx(clustered_stderr(uneven, twins))
+
+
+# --- on the leaderboard ------------------------------------------------------------------
+
+
+def test_rows_say_what_their_items_can_show_and_correct_for_their_number():
+    from gate.cells import make_cell
+
+    from kvacc.leaderboard import build, to_markdown
+
+    right = [1] * 40
+    cells = [
+        make_cell(right, strategy="full"),
+        make_cell([0] * 9 + [1] * 31, shift=-0.5),
+        make_cell([0] * 7 + [1] * 33, budget="0.5", shift=-0.5),
+    ]
+    rows = {row.budget: row for row in build(cells)}
+    assert rows["0.2"].p_value == pytest.approx(mcnemar_exact(9, 0), abs=1e-6)
+    assert rows["0.2"].p_holm == pytest.approx(2 * mcnemar_exact(9, 0), abs=1e-6)
+    assert rows["0.5"].p_holm == pytest.approx(mcnemar_exact(7, 0), abs=1e-6)
+    assert rows["0.2"].p_method == "exact McNemar"
+    assert rows["0.2"].detectable_drop == pytest.approx(100 * minimum_detectable_drop(40, 9 / 40), abs=1e-4)
+    assert rows[None].p_value is rows[None].p_holm is rows[None].detectable_drop is None
+    assert "| can show | p (Holm) |" in to_markdown(list(rows.values()))
