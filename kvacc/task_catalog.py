@@ -7,7 +7,9 @@ benchmark    one of lm-eval's own six tasks: id, prompt and metrics unchanged.
              Documents from the hub, or from a data folder.
 smoke        ``kvacc_mini_*``: 48 embedded items in a benchmark's format. They
              show that a setup works; they are no benchmark.
-retention    generated haystacks: what does a strategy forget, and where?
+retention    generated haystacks: what does a strategy forget, and where? They
+             take options (length, depths, ...) and are made for a tokenizer.
+longtext     texts scored as a whole: log-likelihood by position.
 ===========  ================================================================
 
 A data folder holds ``<task>/<split>.jsonl`` files with the hub's field names; it is
@@ -26,18 +28,23 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvacc.errors import KvaccError, unknown
+from kvacc.errors import KvaccError, nearest, unknown
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
 
+    from kvacc.tasks.retention.sketch import Kind
+
 DATA_DIR_VARIABLE = "KVACC_DATA_DIR"
+LONGTEXT = "longtext"
+_PAGES = "wikitext/test.jsonl"
+"""In a data folder: one page of WikiText a line, in the field ``page``."""
 FEWSHOT_SAMPLERS = ("default", "first_n")
 
 
@@ -55,7 +62,7 @@ class TaskInfo:
 
     Args:
         name: lm-eval's task id.
-        kind: ``benchmark``, ``smoke`` or ``retention``.
+        kind: ``benchmark``, ``smoke``, ``retention`` or ``longtext``.
         description: one line for ``kvacc tasks``.
         chance: expected score of a blind guess, in the units of ``default_metric``.
         default_metric: the metric that tables show.
@@ -70,9 +77,26 @@ class TaskInfo:
     default_metric: str
     yaml: str
     split: str | None = None
+    generator: str | None = None
+    """Of a retention task: its name in ``kvacc.tasks.retention.kinds``."""
+
+    @property
+    def takes_options(self) -> bool:
+        """True for a task that has options: one that is generated, for a tokenizer, or reads texts."""
+        return self.generator is not None or self.kind == LONGTEXT
+
+    def kind_of_documents(self) -> Kind:
+        """The generator of a retention task."""
+        from kvacc.tasks.retention.kinds import KINDS
+
+        return KINDS[self.generator]
 
     def source(self, data_dir: str | Path | None = None) -> TaskSource:
         """Where :func:`load_tasks` would take the documents from."""
+        if self.kind == LONGTEXT:
+            folder = data_folder(data_dir)
+            has_pages = folder is not None and (folder / _PAGES).is_file()
+            return TaskSource.FOLDER if has_pages else TaskSource.EMBEDDED
         if self.kind != "benchmark":
             return TaskSource.EMBEDDED
         return TaskSource.HUB if data_folder(data_dir) is None else TaskSource.FOLDER
@@ -103,7 +127,7 @@ class TaskInfo:
                 f"data folder {str(folder)!r} does not exist; correct data_dir or {DATA_DIR_VARIABLE}, "
                 "or leave both out to use the hub"
             )
-        path = folder / self.name / f"{self.split}.jsonl"
+        path = folder / (_PAGES if self.kind == LONGTEXT else f"{self.name}/{self.split}.jsonl")
         if not path.is_file():
             raise KvaccError(
                 f"data folder {str(folder)!r} has no {self.name}/{self.split}.jsonl, "
@@ -122,14 +146,17 @@ def _smoke(benchmark: TaskInfo) -> TaskInfo:
     return TaskInfo(name, "smoke", description, benchmark.chance, "acc", f"mini/{name}.yaml")
 
 
-def _retention(name: str, description: str) -> tuple[TaskInfo, TaskInfo]:
-    kind = "retention"
+def _retention(generator: str, description: str) -> tuple[TaskInfo, TaskInfo]:
+    name, kind = f"kvacc_{generator}", "retention"
     chosen = f"{description}; 1 of 4 by log-likelihood"
     generated = f"{description}; generated"
+    yaml, yaml_generated = f"{kind}/{name}.yaml", f"{kind}/{name}_generate.yaml"
     return (
-        TaskInfo(name, kind, chosen, 0.25, "acc", f"{kind}/{name}.yaml"),
-        # A blind guess of all digits is right once in 9,000 (values) or 90,000 (passkeys) tries.
-        TaskInfo(f"{name}_generate", kind, generated, 0.0, "exact_match", f"{kind}/{name}_generate.yaml"),
+        TaskInfo(name, kind, chosen, 0.25, "acc", yaml, generator=generator),
+        # A blind guess of a whole answer is right once in thousands of tries.
+        TaskInfo(
+            f"{name}_generate", kind, generated, 0.0, "exact_match", yaml_generated, generator=generator
+        ),
     )
 
 
@@ -148,12 +175,32 @@ _TASKS = {
     for task in (
         *_BENCHMARKS,
         *map(_smoke, _BENCHMARKS),
-        *_retention("kvacc_passkey", "a number hidden at depth 0.1, 0.5, 0.9 of some 500 tokens of filler"),
-        *_retention("kvacc_keyvalue", "one of 32 values with near-duplicate keys, at depth 0.1, 0.5, 0.9"),
+        *_retention("passkey", "a number of five digits hidden in prose"),
+        *_retention("needle", "one sentence about a person hidden in prose"),
+        *_retention("multi_needle", "several numbers hidden in prose, one asked for"),
+        *_retention("all_needles", "several numbers hidden in prose, all asked for"),
+        *_retention("keyvalue", "one of many values, looked up among near-duplicate keys"),
+        *_retention("variables", "chains of assignments, the value of the last variable asked for"),
+        *_retention("last_record", "a value updated several times, its newest state asked for"),
+        *_retention("dialogue", "a name told in one turn of a dialogue, asked for many turns later"),
+        *_retention("instructions", "rules at the start, all to be obeyed in order at the end"),
+        *_retention("recall", "a passage to be given again word for word"),
+        *_retention("word_count", "a long list of words, the most frequent one asked for"),
+        TaskInfo(
+            "kvacc_longtext",
+            LONGTEXT,
+            "texts scored token by token: perplexity by position",
+            None,
+            "mean_bits_per_byte",
+            "longtext/kvacc_longtext.yaml",
+        ),  # fmt: skip
     )
 }
 BENCHMARKS = tuple(task.name for task in _BENCHMARKS)
 SMOKE_TESTS = tuple(name for name, task in _TASKS.items() if task.kind == "smoke")
+RETENTION = "retention"
+GROUPS = {RETENTION: tuple(name for name, task in _TASKS.items() if task.kind == RETENTION)}
+"""Names that stand for several tasks, in configurations."""
 
 
 def task_names() -> dict[str, TaskInfo]:
@@ -170,6 +217,19 @@ def find_task(name: str) -> TaskInfo:
     if name not in _TASKS:
         raise unknown("task", name, _TASKS)
     return _TASKS[name]
+
+
+def members(name: str) -> tuple[str, ...]:
+    """The tasks that ``name`` stands for: those of a group, or itself.
+
+    Raises:
+        KvaccError: neither a task nor a group; names the nearest right name.
+    """
+    if name in GROUPS:
+        return GROUPS[name]
+    if name not in _TASKS:
+        raise unknown("task", name, (*_TASKS, *GROUPS))
+    return (name,)
 
 
 def data_folder(data_dir: str | Path | None = None) -> Path | None:
@@ -201,7 +261,9 @@ def write_task_yamls(folder: str | Path, data_dir: str | Path | None = None) -> 
     if named is not None and not named.is_dir():
         find_task(BENCHMARKS[0]).data_file(data_dir)  # raises
     for task in _TASKS.values():
-        if task.kind != "benchmark":
+        if task.kind == LONGTEXT and task.source(data_dir) is TaskSource.FOLDER:
+            _write_yaml(folder / f"{task.name}.yaml", _folder_variant(task, data_dir))
+        elif task.kind != "benchmark":
             _write_yaml(folder / f"{task.name}.yaml", {"include": str(tasks_folder() / task.yaml)})
         elif named is not None and task.available(data_dir)[0]:
             _write_yaml(folder / f"{task.name}.yaml", _folder_variant(task, data_dir))
@@ -215,6 +277,8 @@ def load_tasks(
     num_fewshot: int | None = None,
     seed: int = 1234,
     fewshot_sampler: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
 ) -> dict[str, Task]:
     """lm-eval task objects, ready for ``lm_eval.evaluator.evaluate(task_dict=...)``.
 
@@ -227,19 +291,26 @@ def load_tasks(
             of the same object, or its prompts differ.
         fewshot_sampler: ``default`` (other examples for every document) or ``first_n``
             (the first n documents, the same for all, so prompts share a prefix).
+        options: of retention tasks, see :class:`kvacc.tasks.retention.settings.Settings`; every
+            named task has to take them.
+        tokenizer: the model's, which retention tasks count their length with; without one, a
+            word counts as 1.3 tokens.
 
     Raises:
-        KvaccError: an unknown task or sampler, a missing file, or an unreachable hub.
+        KvaccError: an unknown task, sampler or option, a missing file, an unreachable hub, or
+            a length that has no room for the facts.
     """
     tasks = [find_task(name) for name in names]
     if fewshot_sampler is not None and fewshot_sampler not in FEWSHOT_SAMPLERS:
         raise unknown("few-shot sampler", fewshot_sampler, FEWSHOT_SAMPLERS)
     if num_fewshot is not None and num_fewshot < 0:
         raise KvaccError(f"num_fewshot {num_fewshot} is negative; give 0 or more")
+    for task in tasks:
+        check_options(task, options or {})
     loaded = {}
     with tempfile.TemporaryDirectory(prefix="kvacc-tasks-") as folder, _quiet_lm_eval():
         for task in tasks:
-            loaded[task.name] = _load(task, data_dir, Path(folder))
+            loaded[task.name] = _load(task, data_dir, Path(folder), options or {}, tokenizer)
     for task in loaded.values():
         if num_fewshot is not None or task.config.num_fewshot is None:
             task.set_config(key="num_fewshot", value=num_fewshot or 0)
@@ -249,8 +320,122 @@ def load_tasks(
     return loaded
 
 
-def _load(task: TaskInfo, data_dir: str | Path | None, folder: Path) -> Task:
+def option_names(name: str) -> tuple[str, ...]:
+    """The options that a task, or some task of a group, takes; none for names unknown."""
+    if name not in _TASKS and name not in GROUPS:
+        return ()
+    found: dict[str, None] = {}
+    for task in map(find_task, members(name)):
+        if task.kind == LONGTEXT:
+            from kvacc.tasks.longtext.settings import OPTIONS
+
+            found.update(dict.fromkeys(OPTIONS))
+        elif task.generator is not None:
+            found.update(dict.fromkeys(task.kind_of_documents().options))
+    return tuple(found)
+
+
+def takes_option(name: str, option: str) -> bool:
+    """True when a task, or some task of a group, takes the option."""
+    return option in option_names(name)
+
+
+def taken_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``options`` that the task takes."""
+    return {option: value for option, value in options.items() if takes_option(name, option)}
+
+
+def every_option() -> tuple[str, ...]:
+    """Every option that some task takes."""
+    return tuple(dict.fromkeys(option for task in _TASKS for option in option_names(task)))
+
+
+def no_such_option(names: Iterable[str], option: str) -> str:
+    """What to say when none of the tasks and groups takes an option."""
+    names = list(names)
+    shown = names[0] if len(names) == 1 else f"none of {', '.join(names)}"
+    known = tuple(dict.fromkeys(known for name in names for known in option_names(name)))
+    if known:
+        takes = "has no option" if len(names) == 1 else "has the option"
+        return f"{shown} {takes} {option!r}{nearest(option, known)}; known: {', '.join(known)}"
+    if option in every_option():
+        takes = "takes no options" if len(names) == 1 else "takes options"
+        return f"{shown} {takes}: {option} belongs to generated tasks, such as {GROUPS[RETENTION][0]}"
+    every = every_option()
+    return f"there is no task option {option!r}{nearest(option, every)}; known: {', '.join(every)}"
+
+
+PATH_OPTIONS = ("filler", "texts")
+"""Options that name a file or a folder: a cell is known by its content, not by its place."""
+
+
+def canonical_options(task: TaskInfo, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options as a cell states them, and the paths among them as they are read.
+
+    Stated are those that differ from their defaults, and of a path the name and a hash of the
+    content, so that equal questions have equal options on every machine.
+
+    Raises:
+        KvaccError: an option that ``task`` does not take, a value that it refuses, or no such file.
+    """
+    check_options(task, options)
+    stated = dict(options)
+    if task.generator is not None:
+        from kvacc.tasks.retention.settings import canonical
+
+        stated = canonical(task.kind_of_documents(), options)
+    paths = {name: stated[name] for name in PATH_OPTIONS if stated.get(name) is not None}
+    return {**stated, **{name: content_label(path) for name, path in paths.items()}}, paths
+
+
+def content_label(path: str | Path) -> str:
+    """``book.txt@`` and a hash of the content; of a folder, of its text files in order of their names.
+
+    Raises:
+        KvaccError: there is no such file or folder.
+    """
+    place = Path(path).expanduser()
+    if place.is_dir():
+        files = sorted(file for file in place.iterdir() if file.suffix in (".txt", ".jsonl"))
+    else:
+        files = [place]
+    digest = hashlib.sha256()
+    for file in files:
+        try:
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+        except OSError as error:
+            raise KvaccError(f"{str(file)!r} cannot be read: {error.strerror}; name a text file") from None
+    return f"{place.resolve().name}@{digest.hexdigest()[:16]}"
+
+
+def check_options(task: TaskInfo, options: Mapping[str, Any]) -> None:
+    """Raise KvaccError for the first option that ``task`` does not take, or a value that it refuses."""
+    for _, what in option_problems(task, options):
+        raise KvaccError(what)
+
+
+def option_problems(task: TaskInfo, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(option, what is wrong with it), for every option that is wrong."""
+    if not task.takes_options:
+        for name in options:
+            yield name, no_such_option([task.name], name)
+        return
+    if task.kind == LONGTEXT:
+        from kvacc.tasks.longtext.settings import problems as longtext_problems
+
+        yield from longtext_problems(options)
+        return
+    from kvacc.tasks.retention.settings import problems
+
+    yield from problems(task.kind_of_documents(), options)
+
+
+def _load(
+    task: TaskInfo, data_dir: str | Path | None, folder: Path, options: Mapping[str, Any], tokenizer: Any
+) -> Task:
     from lm_eval.tasks import TaskManager
+
+    from kvacc.tasks.retention.measure import tokenizer_in_use
 
     source = task.source(data_dir)
     if source is TaskSource.FOLDER:
@@ -267,7 +452,11 @@ def _load(task: TaskInfo, data_dir: str | Path | None, folder: Path) -> Task:
             raise _unreachable(task, reason)
     try:
         # A path, and not a name: lm-eval then need not read its 14,000 other YAMLs.
-        return TaskManager(include_defaults=False).load([str(path)])["tasks"][task.name]
+        with tokenizer_in_use(tokenizer):
+            manager = TaskManager(include_defaults=False, metadata=dict(options))
+            return manager.load([str(path)])["tasks"][task.name]
+    except KvaccError:
+        raise
     except Exception as error:
         if source is TaskSource.FOLDER:
             raise KvaccError(
@@ -303,7 +492,10 @@ def _stock_yaml(task: TaskInfo) -> Path:
 
 
 def _folder_variant(task: TaskInfo, data_dir: str | Path | None) -> dict[str, Any]:
-    """A YAML that reads a benchmark's documents from the data folder and changes nothing else."""
+    """A YAML that reads a task's documents from the data folder and changes nothing else."""
+    if task.kind == LONGTEXT:
+        own = str(tasks_folder() / task.yaml)
+        return {"include": own, "metadata": {"version": 1.0, "texts": str(task.data_file(data_dir))}}
     return {
         "include": str(_stock_yaml(task)),
         "task": task.name,

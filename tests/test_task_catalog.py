@@ -19,8 +19,10 @@ from kvacc import task_catalog
 from kvacc.errors import KvaccError
 from kvacc.task_catalog import (
     BENCHMARKS,
+    GROUPS,
     SMOKE_TESTS,
     TaskSource,
+    canonical_options,
     chance_level,
     cluster_key,
     context_boundary,
@@ -69,13 +71,13 @@ def prompts(task, seed: int = 1234, limit: int = 12, **options) -> list:
 def test_catalog_names():
     assert BENCHMARKS == ("piqa", "hellaswag", "copa", "winogrande", "openbookqa", "boolq")
     assert SMOKE_TESTS == tuple(f"kvacc_mini_{name}" for name in BENCHMARKS)
-    assert RETENTION == (
-        "kvacc_passkey",
-        "kvacc_passkey_generate",
-        "kvacc_keyvalue",
-        "kvacc_keyvalue_generate",
-    )
-    assert set(task_names()) == {*BENCHMARKS, *SMOKE_TESTS, *RETENTION}
+    kinds = (
+        "passkey", "needle", "multi_needle", "all_needles", "keyvalue", "variables", "last_record",
+        "dialogue", "instructions", "recall", "word_count",
+    )  # fmt: skip
+    assert RETENTION == tuple(f"kvacc_{kind}{form}" for kind in kinds for form in ("", "_generate"))
+    assert GROUPS == {"retention": RETENTION}
+    assert set(task_names()) == {*BENCHMARKS, *SMOKE_TESTS, *RETENTION, "kvacc_longtext"}
     assert all("smoke test" in find_task(name).description for name in SMOKE_TESTS)
 
 
@@ -106,7 +108,8 @@ def test_every_task_loads_with_its_metrics_and_chance(items_folder):
         if task.OUTPUT_TYPE == "multiple_choice":
             assert chance_level(task) == pytest.approx(info.chance)
         else:
-            assert chance_level(task) is None and info.chance == 0.0
+            # A perplexity has no chance level.
+            assert chance_level(task) is None and info.chance == (None if info.kind == "longtext" else 0.0)
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -297,27 +300,141 @@ def test_written_yamls_serve_lm_eval_by_name(items_folder, tmp_path):
 def test_written_yamls_leave_out_what_the_folder_lacks(items_folder, tmp_path, monkeypatch):
     shutil.copytree(items_folder / "copa", tmp_path / "data" / "copa")
     names = {path.stem for path in write_task_yamls(tmp_path / "some", tmp_path / "data").glob("*.yaml")}
-    assert names == {"copa", *SMOKE_TESTS, *RETENTION}
+    assert names == {"copa", *SMOKE_TESTS, *RETENTION, "kvacc_longtext"}
     monkeypatch.delenv("KVACC_DATA_DIR", raising=False)
     names = {path.stem for path in write_task_yamls(tmp_path / "none").glob("*.yaml")}
-    assert names == {*SMOKE_TESTS, *RETENTION}
+    assert names == {*SMOKE_TESTS, *RETENTION, "kvacc_longtext"}
     with pytest.raises(KvaccError, match="does not exist"):
         write_task_yamls(tmp_path / "x", tmp_path / "nowhere")
 
 
-def test_metadata_of_a_command_line_does_not_reach_the_documents():
-    """lm-eval hands the model's arguments to every task."""
+def test_only_task_options_of_a_command_line_reach_the_documents():
+    """lm-eval hands the model's arguments to every task; ``seed`` is one of strategy ``random``."""
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(
-        include_path=str(tasks_folder()),
-        include_defaults=False,
-        metadata={"seed": 9, "items": 1, "words": 5, "pretrained": "x", "budget": 0.2},
-    )
+    metadata = {"seed": 9, "words": 5, "budget": 0.2, "strategy": "random", "version": 7}
+    manager = TaskManager(include_path=str(tasks_folder()), include_defaults=False, metadata=metadata)
     names = ["kvacc_passkey", "kvacc_keyvalue", "kvacc_mini_piqa"]
     own = load_tasks(names)
     for name, task in manager.load(names)["tasks"].items():
         assert data_fingerprint(task) == data_fingerprint(own[name])
+
+
+def test_task_options_of_a_command_line_reach_the_documents(tiny_folder):
+    """``--metadata '{"length": 600, ...}'``, and the model's name says whose tokens those are."""
+    from lm_eval.tasks import TaskManager
+    from transformers import AutoTokenizer
+
+    options = {"length": 600, "items": 2, "depths": [0, 0.25], "facts": 5}
+    metadata = {**options, "pretrained": str(tiny_folder)}
+    manager = TaskManager(include_path=str(tasks_folder()), include_defaults=False, metadata=metadata)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    for name, task in manager.load(["kvacc_multi_needle", "kvacc_passkey_generate"])["tasks"].items():
+        taken = options if "needle" in name else {k: v for k, v in options.items() if k != "facts"}
+        own = load_tasks([name], options=taken, tokenizer=tokenizer)[name]
+        assert data_fingerprint(task) == data_fingerprint(own)
+        docs = list(task.eval_docs)
+        assert [doc["depth"] for doc in docs] == [0, 0.25] * 2
+        for doc in docs:
+            assert 588 <= len(tokenizer.encode(task.doc_to_text(doc))) <= 600
+
+
+def test_a_named_tokenizer_that_is_not_there_is_an_error():
+    """Any other would give other lengths than were asked for."""
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(
+        include_path=str(tasks_folder()), include_defaults=False, metadata={"pretrained": "./nowhere"}
+    )
+    with pytest.raises(KvaccError, match="nowhere.*tokenizer is needed"):
+        manager.load(["kvacc_passkey"])
+
+
+# ----------------------------------------------------------------- options
+
+
+def test_metrics_follow_the_depths():
+    options = {"depths": [1, 0], "items": 1}
+    names = ["kvacc_needle", "kvacc_needle_generate"]
+    chosen, generated = load_tasks(names, options=options).values()
+    assert list(chosen.higher_is_better()) == [
+        "acc", "graded", "acc_depth_0", "graded_depth_0", "acc_depth_100", "graded_depth_100",
+    ]  # fmt: skip
+    assert set(generated.higher_is_better()) == {
+        "exact_match", "graded", "exact_match_depth_0", "graded_depth_0", "exact_match_depth_100",
+        "graded_depth_100",
+    }  # fmt: skip
+    assert set(chosen.aggregation()) == set(chosen.higher_is_better())
+    assert set(load_tasks(["kvacc_word_count"])["kvacc_word_count"].aggregation()) == {"acc", "graded"}
+
+
+def test_both_forms_ask_the_same():
+    for kind in ("recall", "all_needles", "instructions"):
+        chosen, generated = load_tasks(
+            [f"kvacc_{kind}", f"kvacc_{kind}_generate"], options={"items": 2}
+        ).values()
+        assert list(chosen.eval_docs) == list(generated.eval_docs)
+        assert [chosen.doc_to_text(doc) for doc in chosen.eval_docs] == [
+            generated.doc_to_text(doc) for doc in generated.eval_docs
+        ]
+
+
+def test_generation_has_room_for_the_answer():
+    for name, options in (
+        ("kvacc_recall_generate", {"facts": 4}),
+        ("kvacc_all_needles_generate", {"facts": 16}),
+    ):
+        task = load_tasks([name], options={**options, "length": 1024, "items": 1})[name]
+        longest = max(1.3 * len(doc["answer"].split()) for doc in task.eval_docs)
+        assert longest < task.config.generation_kwargs["max_gen_toks"] < longest + 20
+        assert task.config.generation_kwargs["until"] == ["\n"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("kvacc_needle", {"lenght": 512}, "no option 'lenght' .did you mean 'length'"),
+        ("kvacc_needle", {"length": 100}, "length=100 is refused: give a whole number of tokens from 256 to 131072"),
+        ("kvacc_needle", {"length": "512"}, "length='512' is refused"),
+        ("kvacc_needle", {"depths": [0.5, 1.5]}, "depth 1.5 is no share from 0 .start. to 1 .end."),
+        ("kvacc_needle", {"depths": [0.125]}, "depth 0.125 is no share"),
+        ("kvacc_needle", {"depths": [0.5, 0.5]}, "listed twice"),
+        ("kvacc_needle", {"depths": []}, r"depths=\[\] is refused: give a list"),
+        ("kvacc_needle", {"depths": 0.5}, "depths=0.5 is refused: give a list"),
+        ("kvacc_needle", {"facts": 3}, "kvacc_needle takes no facts: there is one fact"),
+        ("kvacc_word_count", {"depths": [0.5]}, "takes no depths: what it asks for is spread"),
+        ("kvacc_word_count", {"filler": "book.txt"}, "takes no filler"),
+        ("kvacc_instructions", {"depths": [0.5]}, "takes no depths: what it asks for stands at the start"),
+        ("kvacc_keyvalue", {"facts": 6}, "facts=6 is refused for kvacc_keyvalue: give 4 to 256 records in steps of 4"),
+        ("kvacc_multi_needle", {"facts": 65}, "give 4 to 64 needles"),
+        ("kvacc_multi_needle", {"items": 0}, "items=0 is refused"),
+        ("piqa", {"length": 512}, "piqa takes no options: length belongs to generated tasks"),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_one_clear_line(name, options, says):
+    with pytest.raises(KvaccError, match=says) as caught:
+        load_tasks([name], options=options)
+    assert "\n" not in str(caught.value)
+
+
+def test_equal_questions_have_equal_options(tmp_path):
+    needle = find_task("kvacc_needle")
+    assert canonical_options(needle, {"length": 512, "items": 20, "depths": [0.9, 0.1, 0.5]}) == ({}, {})
+    assert canonical_options(needle, {"depths": [1, 0], "length": 1024})[0] == {
+        "length": 1024,
+        "depths": [0, 1],
+    }
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "book.txt").write_text("It rained. " * 900)
+    here, there = (
+        canonical_options(needle, {"filler": str(tmp_path / folder / "book.txt")})
+        for folder in ("here", "there")
+    )
+    assert here[0] == there[0] and here[0]["filler"].startswith("book.txt@")
+    assert str(tmp_path) not in str(here[0]) and here[1] == {"filler": str(tmp_path / "here" / "book.txt")}
+    (tmp_path / "there" / "book.txt").write_text("It snowed. " * 900)
+    assert canonical_options(needle, there[1])[0] != here[0]
 
 
 # --------------------------------------------------- boundary of the context
@@ -332,7 +449,8 @@ def question_of(task, instance) -> str:
 @pytest.mark.parametrize("shots", [0, 1, 5])
 @pytest.mark.parametrize("name", [*BENCHMARKS, *SMOKE_TESTS, *RETENTION])
 def test_context_ends_where_the_question_starts(name, shots, any_folder):
-    task = load_tasks([name], data_dir=any_folder, num_fewshot=shots)[name]
+    few = {"length": 256, "items": 4} if name in RETENTION else None
+    task = load_tasks([name], data_dir=any_folder, num_fewshot=shots, options=few)[name]
     for instance in prompts(task):
         prompt, doc = instance.args[0], instance.doc
         boundary = context_boundary(doc, prompt, shots)

@@ -21,6 +21,13 @@ import click
     help="Change one value of CONFIG, such as --set strategies.1.budgets=[0.5]; may be repeated.",
 )
 @click.option(
+    "--task-option",
+    "task_options",
+    multiple=True,
+    metavar="OPTION=VALUE",
+    help="Option of every task that takes it, such as length=1024 or depths=[0,0.5,1]; may be repeated.",
+)
+@click.option(
     "--include", multiple=True, metavar="FILE", help="Python file with strategies; may be repeated."
 )
 @click.option("--extend", is_flag=True, help="Add the cells to a folder made by another configuration.")
@@ -30,11 +37,12 @@ def run(
     data_dir: str | None,
     limit: int | None,
     settings: tuple[str, ...],
+    task_options: tuple[str, ...],
     include: tuple[str, ...],
     extend: bool,
 ) -> None:
     """Run the sweep that CONFIG describes: a YAML file, or the name of one that comes with
-    kvacc (quickstart, ci, paper, long-context, gpu-llama).
+    kvacc (quickstart, ci, paper, retention, long-context, gpu-llama).
 
     Finished cells are kept: the same command again goes on where it was stopped.
     """
@@ -49,7 +57,7 @@ def run(
         overrides.append(f"data_dir={json.dumps(data_dir)}")
     if limit is not None:
         overrides.append(f"limit={limit}")
-    checked = load_config(config, overrides, include)
+    checked = load_config(config, overrides, include, task_options)
 
     folder = Path(output) if output else Path("runs") / checked.name
     # Progress goes to the error stream, so that a pipe gets the table alone.

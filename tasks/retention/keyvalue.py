@@ -8,14 +8,9 @@ only the color or only the animal: what counts is which key a value belongs to.
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvacc.tasks.retention.draws import Draws
+from kvacc.tasks.retention.sketch import Fact, FactRange, Kind, Sketch
 
-from kvacc.errors import KvaccError
-
-SEED = 1
-DEPTHS = (0.1, 0.5, 0.9)
 COLORS = (
     "red", "blue", "green", "black", "white", "brown", "pink", "gray",
     "gold", "silver", "purple", "orange", "yellow", "violet", "copper", "ivory",
@@ -25,52 +20,28 @@ ANIMALS = (
     "camel", "eagle", "otter", "snake", "spider", "donkey", "turtle", "lion",
 )  # fmt: skip
 MOST_BLOCKS = (len(COLORS) // 2) * (len(ANIMALS) // 2)
-INTRODUCTION = "Each key below has a value. Remember all of them."
 
 
-def documents(
-    blocks: int = 8, depths: tuple[float, ...] = DEPTHS, items: int = 20, seed: int = SEED
-) -> list[dict[str, Any]]:
-    """Documents with ``4 * blocks`` records, one of which is asked for.
-
-    Args:
-        blocks: blocks of four near-duplicate keys, 1 to 64; up to 8, no color or animal
-            is in two blocks. The default makes prompts of about 380 tokens.
-        depths: where the asked record lies, as shares of the records before it.
-        items: documents per depth; neighbours have different depths.
-        seed: same seed, same bytes.
-
-    Raises:
-        KvaccError: ``blocks`` is out of range.
-    """
-    if not 1 <= blocks <= MOST_BLOCKS:
-        raise KvaccError(f"blocks={blocks} is out of range; give 1 to {MOST_BLOCKS}")
-    labels = Draws("keyvalue labels", seed).shuffled([i % 4 for i in range(items * len(depths))])
-    return [
-        _document(blocks, depth, labels[item * len(depths) + place], Draws("keyvalue", seed, depth, item))
-        for item in range(items)
-        for place, depth in enumerate(depths)
-    ]
-
-
-def _document(count: int, depth: float, label: int, draws: Draws) -> dict[str, Any]:
-    blocks = _blocks(count, draws)
+def sketch(facts: int, depth: float, draws: Draws) -> Sketch:
+    """``facts`` records, a multiple of four; the asked one has the share ``depth`` of them before it."""
+    blocks = _blocks(facts // 4, draws)
     keys = draws.shuffled([key for block in blocks for key in block])
-    values = dict(zip(keys, draws.numbers(len(keys), digits=4), strict=True))
-    asked = keys[round(depth * (len(keys) - 1))]
+    values = dict(zip(keys, draws.numbers(facts, digits=4), strict=True))
+    asked = keys[round(depth * (facts - 1))]
     block = next(block for block in blocks if asked in block)
     wrong = draws.shuffled([values[key] for key in block if key != asked])
-    records = "\n".join(f"{key} = {values[key]}" for key in keys)
-    return {
-        "context": f"{INTRODUCTION}\n{records}",
+    places = [index / (facts - 1) for index in range(facts)]
+    return Sketch(
+        introduction="Each key below has a value. Remember all of them.",
+        facts=tuple(Fact(place, f"{key} = {values[key]}") for place, key in zip(places, keys, strict=True)),
         # Completing the record suits small models better than a question in words: SmolLM2-135M
         # was right on 10 of the first 12 documents this way, on 8 of the first 15 when asked.
-        "question": f"\nOne of these keys and its value again:\n{asked} =",
-        "options": [*wrong[:label], values[asked], *wrong[label:]],
-        "label": label,
-        "answer": values[asked],
-        "depth": depth,
-    }
+        question=f"\nOne of these keys and its value again:\n{asked} =",
+        answer=values[asked],
+        wrong=tuple(wrong),
+        forbidden=frozenset({*keys, *values.values()}),
+        separator="\n",
+    )
 
 
 def _blocks(count: int, draws: Draws) -> list[list[str]]:
@@ -87,12 +58,10 @@ def _blocks(count: int, draws: Draws) -> list[list[str]]:
     return blocks
 
 
-def dataset(**_: Any) -> dict[str, Any]:
-    """lm-eval's ``custom_dataset``: the split ``test`` with the default parameters.
-
-    lm-eval passes the task's metadata and, on its command line, the model's
-    arguments as keywords; the documents depend on none of them.
-    """
-    from datasets import Dataset
-
-    return {"test": Dataset.from_list(documents())}
+KIND = Kind(
+    "keyvalue",
+    "one of many values looked up among near-duplicate keys",
+    sketch,
+    form="number",
+    facts=FactRange("records", default=32, least=4, most=4 * MOST_BLOCKS, step=4),
+)

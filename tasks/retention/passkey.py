@@ -6,60 +6,22 @@ numbers and options here are our own.
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvacc.tasks.retention.draws import Draws
-from kvacc.tasks.retention.filler import filler
-
-SEED = 1
-DEPTHS = (0.1, 0.5, 0.9)
-INTRODUCTION = "A passkey is hidden in the text below. Remember it."
-QUESTION = "Question: What is the passkey?\nAnswer: The passkey is"
+from kvacc.tasks.retention.sketch import Fact, Kind, Sketch
 
 
-def documents(
-    words: int = 410, depths: tuple[float, ...] = DEPTHS, items: int = 20, seed: int = SEED
-) -> list[dict[str, Any]]:
-    """Documents with one passkey each.
-
-    Args:
-        words: words of filler; the default makes prompts of about 540 tokens.
-        depths: where the passkey lies, as shares of the filler sentences before it.
-        items: documents per depth. Neighbours have different depths, so that a
-            limited run still covers all of them.
-        seed: same seed, same bytes.
-    """
-    labels = Draws("passkey labels", seed).shuffled([i % 4 for i in range(items * len(depths))])
-    return [
-        _document(words, depth, labels[item * len(depths) + place], Draws("passkey", seed, depth, item))
-        for item in range(items)
-        for place, depth in enumerate(depths)
-    ]
+def sketch(facts: int, depth: float, draws: Draws) -> Sketch:
+    """One number of five digits, told twice in a row. Wrong options do not occur in the text."""
+    answer, *wrong = draws.numbers(4, digits=5)
+    told = f"The passkey is {answer}. Remember it. {answer} is the passkey."
+    return Sketch(
+        introduction="A passkey is hidden in the text below. Remember it.",
+        facts=(Fact(depth, told),),
+        question="Question: What is the passkey?\nAnswer: The passkey is",
+        answer=answer,
+        wrong=tuple(wrong),
+        forbidden=frozenset({"passkey"}),
+    )
 
 
-def _document(words: int, depth: float, label: int, draws: Draws) -> dict[str, Any]:
-    sentences = filler(draws, words)
-    options = draws.numbers(4, digits=5)
-    answer = options[label]
-    before = round(depth * len(sentences))
-    fact = f"The passkey is {answer}. Remember it. {answer} is the passkey."
-    text = " ".join([*sentences[:before], fact, *sentences[before:]])
-    return {
-        "context": f"{INTRODUCTION}\n{text}",
-        "question": QUESTION,
-        "options": options,
-        "label": label,
-        "answer": answer,
-        "depth": depth,
-    }
-
-
-def dataset(**_: Any) -> dict[str, Any]:
-    """lm-eval's ``custom_dataset``: the split ``test`` with the default parameters.
-
-    lm-eval passes the task's metadata and, on its command line, the model's
-    arguments as keywords; the documents depend on none of them.
-    """
-    from datasets import Dataset
-
-    return {"test": Dataset.from_list(documents())}
+KIND = Kind("passkey", "a number of five digits hidden in prose", sketch, form="number")
