@@ -28,9 +28,11 @@ from tqdm import tqdm
 
 from kvacc.budget import EVERYTHING
 from kvacc.calibration import calibration_text
-from kvacc.engine.generation import generate
+from kvacc.engine.fidelity import Meter, References
+from kvacc.engine.generation import Generated, generate
+from kvacc.engine.memory import batch_tokens_for
 from kvacc.engine.plan import Request
-from kvacc.engine.scoring import Score, default_batch_tokens, is_out_of_memory, score_documents
+from kvacc.engine.scoring import Score, is_out_of_memory, score_documents
 from kvacc.engine.stepping import RowReading
 from kvacc.engine.wrapped import WrappedModel
 from kvacc.errors import KvaccError, nearest
@@ -38,6 +40,9 @@ from kvacc.models import load_model, load_tokenizer, resolve
 from kvacc.records import (
     SELECTION,
     RequestRecord,
+    fidelity_of,
+    fidelity_words,
+    mean_fidelity,
     mean_selection,
     selection_of,
     selection_words,
@@ -68,6 +73,27 @@ class _Prepared:
         return max(0, self.request.dense - self.request.first_scored)
 
 
+@dataclasses.dataclass(frozen=True)
+class _GeneratedRow:
+    """What was generated after one prompt; ``tokens`` go on until the whole batch had stopped."""
+
+    prompt: list[int]
+    reading: RowReading
+    truncated: int
+    tokens: list[int]
+    measured: Generated
+
+
+@dataclasses.dataclass(frozen=True)
+class _GeneratedBatch:
+    """Rows, their stop strings, transformers' arguments, and what ended the answers, as text."""
+
+    rows: list[_GeneratedRow]
+    until: list[str]
+    options: dict[str, Any]
+    limits: str
+
+
 @register_model("kvacc")
 class KvaccLM(HFLM):
     """A decoder under a strategy, as an lm-eval model.
@@ -80,7 +106,11 @@ class KvaccLM(HFLM):
         protocol: ``stream``, ``context`` or ``serve``; when compression acts.
         tail_tokens: in ``context``, prompt tokens left uncompressed where the task does
             not say where its context segment ends (at most half of the prompt).
-        max_batch_tokens: padded tokens per forward pass; by device when not given.
+        max_batch_tokens: padded tokens per forward pass; as the free memory allows when not given.
+        fidelity: compare every scored token's distribution with ``full``'s, too: divergence,
+            agreement, attention mass kept (:mod:`kvacc.engine.fidelity`). ``full`` runs once for a
+            request, whatever is compared with it afterwards.
+        window: tokens of a window in which whole texts are scored; the model's context by default.
         batch_size: rows per pass of a generation; scoring is batched by tokens.
             ``max_batch_size`` is lm-eval's own argument and changes nothing.
         device, dtype, revision, device_map, trust_remote_code, gguf_file: how the model is
@@ -101,6 +131,8 @@ class KvaccLM(HFLM):
         batch_size: int | str | None = "auto",
         max_batch_size: int | None = None,
         max_batch_tokens: int | None = None,
+        fidelity: bool = False,
+        window: int | None = None,
         device: str | None = None,
         dtype: str | None = None,
         revision: str | None = None,
@@ -116,6 +148,13 @@ class KvaccLM(HFLM):
             strategy = self._strategy_from(strategy, budget, budget_of, options)
         elif options:
             raise KvaccError(f"unknown option {next(iter(options))!r} beside a ready strategy")
+        if not isinstance(fidelity, bool):
+            raise KvaccError(f"fidelity {fidelity!r} is neither true nor false; give one of them")
+        self.fidelity = fidelity
+        self.window = None if window is None else _positive("window", window, "nothing")
+        self.references = References()
+        self.meter = Meter()
+        """What was summed over all tokens scored since the records were cleared."""
         self.use(strategy, protocol, tail_tokens)
         automatic = batch_size is None or str(batch_size).startswith("auto")
         self.rows_per_batch = 0 if automatic else _positive("batch_size", batch_size, "auto")
@@ -137,7 +176,7 @@ class KvaccLM(HFLM):
             super().__init__(
                 model, backend="causal", tokenizer=tokenizer, batch_size=self.rows_per_batch or 1, **for_hf
             )
-        self.max_batch_tokens = max_batch_tokens or default_batch_tokens(self.wrapped.device)
+        self.max_batch_tokens = max_batch_tokens or batch_tokens_for(self.wrapped.model)
         self.pretrained = resolve(pretrained) if isinstance(pretrained, str) else ""
         self.revision = revision
         self.progress: Callable[[int, int], None] | None = None
@@ -173,6 +212,7 @@ class KvaccLM(HFLM):
 
     def clear_records(self) -> None:
         self.records: list[RequestRecord] = []
+        self.meter.clear()
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         if getattr(cache_hook, "dbdict", None) is not None:
@@ -204,7 +244,13 @@ class KvaccLM(HFLM):
             else None,
             "kvacc_truncated_requests": sum(r.truncated_tokens > 0 for r in records),
             **{f"kvacc_{name}": value for name, value in selection.items() if value is not None},
+            **self._fidelity_info(),
         }
+
+    def _fidelity_info(self) -> dict[str, float]:
+        """Means over the scored tokens, where fidelity was measured."""
+        found = {f"kvacc_{name}": value for name, value in _per_token(self.records).items()}
+        return {name: value for name, value in found.items() if value is not None}
 
     def _log_what_it_did(self) -> None:
         """A line for each task beside lm-eval's table, which has no place for it."""
@@ -216,6 +262,8 @@ class KvaccLM(HFLM):
             out = sum(r.unreachable_tokens for r in mine) / scored
             means = mean_selection(mine, [r.scored_tokens for r in mine])
             words = selection_words(*(means[name] for name in SELECTION))
+            fidelity = _per_token(mine)
+            words += fidelity_words(fidelity["kl"], fidelity["agreement"])
             parts = [f"kept {kept:.1%}", *words, f"acted on {acted} of {len(mine)} requests"]
             notes = "" if self.strategy.causal else ", non-causal: it reads later tokens"
             if self.strategy.has_budget and not acted:
@@ -248,12 +296,13 @@ class KvaccLM(HFLM):
         return [(s.loglikelihood, s.greedy) for s in scores]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of whole texts, in windows of the model's context length."""
+        """Log-probability of whole texts, in windows of the model's context length (or ``window``)."""
         if self.protocol != "stream":
             raise KvaccError(
                 f"a text scored as a whole has no prompt to compress, so protocol {self.protocol!r} "
                 "means nothing for it; use protocol=stream"
             )
+        length = self.max_length if self.window is None else min(self.window, self.max_length)
         windows: list[_Prepared] = []
         counts = []
         for instance in requests:
@@ -263,7 +312,7 @@ class KvaccLM(HFLM):
                 for window in utils.get_rolling_token_windows(
                     token_list=tokens,
                     prefix_token=self.prefix_token_id,
-                    max_seq_len=self.max_length,
+                    max_seq_len=length,
                     context_len=1,
                 )
             ]
@@ -370,6 +419,8 @@ class KvaccLM(HFLM):
                 self.strategy,
                 self.max_batch_tokens,
                 self._advance(bar, total),
+                # Texts scored as a whole are also summed by position.
+                meter=self._metered() if self.fidelity or kind == "loglikelihood_rolling" else None,
             )
         flat = [
             (prepared, score)
@@ -383,6 +434,10 @@ class KvaccLM(HFLM):
         for prepared, score in ordered:
             self.records.append(self._record(prepared, kind, score))
         return [score for _, score in ordered]
+
+    def _metered(self) -> Meter:
+        self.meter.references = self.references if self.fidelity else None
+        return self.meter
 
     def _advance(self, bar: tqdm, total: int) -> Callable[[int], None]:
         """What to call with the number of requests just finished."""
@@ -415,6 +470,8 @@ class KvaccLM(HFLM):
             loglikelihood=score.loglikelihood,
             greedy=score.greedy,
             **selection_of(score),
+            **fidelity_of(score),
+            compared_tokens=0 if score.kl is None else len(request.targets),
         )
 
     def _leading_bos(self, tokens: Sequence[int]) -> int:
@@ -440,9 +497,11 @@ class KvaccLM(HFLM):
         scored = sum(counts)
         kept = sum(s.kept_fraction * n for s, n in zip(scores, counts, strict=True)) / scored
         greedy, hidden = all(s.greedy for s in scores), any(s.hidden for s in scores)
-        merged = Score(total, greedy, kept, hidden, **mean_selection(scores, counts))
+        measured = mean_selection(scores, counts) | mean_fidelity(scores, counts)
+        merged = Score(total, greedy, kept, hidden, **measured)
         record = self._record(windows[0], "loglikelihood_rolling", merged)
-        self.records.append(dataclasses.replace(record, scored_tokens=scored))
+        compared = 0 if merged.kl is None else scored
+        self.records.append(dataclasses.replace(record, scored_tokens=scored, compared_tokens=compared))
 
     # Generation
 
@@ -478,14 +537,80 @@ class KvaccLM(HFLM):
                     for n, (text, record) in zip(batch, made, strict=True):
                         texts[n], records[n] = text, record
                     advance(len(batch))
-        self.records += records
+        self.records += self._compared_with_full(requests, records) if self.fidelity else records
         for instance, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", instance.args, text)
         return texts
 
     def _generate_batch(self, instances: list[Instance]) -> list[tuple[str, RequestRecord]]:
         """One batch with equal generation arguments."""
-        options = normalize_gen_kwargs(instances[0].args[1], self.max_gen_toks)
+        made = self._generate(instances, self.strategy)
+        if self.fidelity and self.strategy.name == "full" and _is_greedy(made.options):
+            self._keep_answers(made)
+        out = []
+        for instance, one in zip(instances, made.rows, strict=True):
+            record = RequestRecord(
+                task=instance.task_name,
+                doc_id=instance.doc_id,
+                option=instance.idx,
+                kind="generate_until",
+                prompt_tokens=len(one.prompt),
+                scored_tokens=one.measured.tokens,
+                truncated_tokens=one.truncated,
+                budget_entries=self._entries(one.reading.compressed, len(one.prompt) + one.measured.tokens),
+                kept_fraction=one.measured.kept_fraction,
+                acted=one.measured.hidden,
+                # The first token comes from the prompt's last query.
+                unreachable_tokens=int(one.reading.dense >= len(one.prompt) and self.strategy.has_budget),
+                bos_tokens=self._leading_bos(one.prompt),
+                **selection_of(one.measured),
+            )
+            out.append((self._text(one.tokens, made.until), record))
+        return out
+
+    def _keep_answers(self, made: _GeneratedBatch) -> None:
+        for one in made.rows:
+            self.references.add_answer(one.prompt, made.limits, one.tokens[: one.measured.tokens])
+
+    def _compared_with_full(
+        self, instances: list[Instance], records: list[RequestRecord]
+    ) -> list[RequestRecord]:
+        """The records with the fidelity on the tokens of ``full``'s own greedy answers, which the
+        strategy reads under its protocol and budget as it would have generated them."""
+        if self.strategy.name == "full":
+            return records
+        documents: list[list[Request]] = []
+        numbers: list[int] = []
+        for number, instance in enumerate(instances):
+            prompt, reading, _ = self._reading(instance)
+            answer = self._answer_of_full(instance, prompt)
+            if answer:
+                tokens = (*prompt, *answer[:-1])
+                request = Request(tokens, tuple(answer), reading.dense, reading.compressed)
+                documents.append([request])
+                numbers.append(number)
+        scores = score_documents(
+            self.wrapped, documents, self.strategy, self.max_batch_tokens, meter=self._metered()
+        )
+        out = list(records)
+        for number, [request], [score] in zip(numbers, documents, scores, strict=True):
+            # What a selection moved is measured where it ran, in the generation.
+            found = fidelity_of(score) | selection_of(score) | {"moved_bytes": records[number].moved_bytes}
+            found["compared_tokens"] = len(request.targets)
+            out[number] = dataclasses.replace(records[number], **found)
+        return out
+
+    def _answer_of_full(self, instance: Instance, prompt: list[int]) -> list[int]:
+        """The tokens that ``full`` generates greedily after the prompt; made once."""
+        _, until, room, total = self._generation_options(instance)
+        limits = _limits(until, room, total)
+        if self.references.answer(prompt, limits) is None:
+            self._keep_answers(self._generate([instance], make_strategy("full"), greedy=True))
+        return self.references.answer(prompt, limits)
+
+    def _generation_options(self, instance: Instance) -> tuple[dict[str, Any], list[str], int, int | None]:
+        """transformers' arguments, stop strings, most new tokens, and longest text if one is set."""
+        options = normalize_gen_kwargs(instance.args[1], self.max_gen_toks)
         end = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
         until = handle_stop_sequences(options.pop("until", None), eos=end)
         room = options.pop("max_gen_toks")
@@ -493,27 +618,44 @@ class KvaccLM(HFLM):
             raise KvaccError(
                 "generation argument cache_implementation: the strategy is the cache; leave it out"
             )
-        total = options.pop("max_length", None)
-        longest = self.max_length - room
-        if longest < 1:
+        if self.max_length - room < 1:
             raise KvaccError(
                 f"max_gen_toks {room} leaves no room for a prompt in a context of {self.max_length} tokens"
             )
-        prompts = [self._prompt(instance) for instance in instances]
-        kept = [prompt[-longest:] for prompt in prompts]
-        width = max(map(len, kept))
-        padding = [width - len(prompt) for prompt in kept]
+        return options, until, room, options.pop("max_length", None)
+
+    def _reading(self, instance: Instance) -> tuple[list[int], RowReading, int]:
+        """The prompt as it fits the context, how it is read, and the tokens cut off."""
+        room = self._generation_options(instance)[2]
+        whole = self._prompt(instance)
+        prompt = whole[-(self.max_length - room) :]
+        cut = len(whole) - len(prompt)
+        dense = self._dense_tokens(instance, whole, len(prompt), cut)
+        return prompt, RowReading(0, dense, dense or len(prompt)), cut
+
+    def _generate(
+        self, instances: list[Instance], strategy: Strategy, greedy: bool = False
+    ) -> _GeneratedBatch:
+        """Generate under a strategy; ``greedy`` takes the most likely token, whatever the task asks."""
+        options, until, room, total = self._generation_options(instances[0])
+        if greedy:
+            options = {name: value for name, value in options.items() if name not in _SAMPLING}
+            options["do_sample"] = False
+        readings = [self._reading(instance) for instance in instances]
+        prompts = [prompt for prompt, _, _ in readings]
+        width = max(map(len, prompts))
+        padding = [width - len(prompt) for prompt in prompts]
         pad = self.tokenizer.pad_token_id
         context = torch.tensor(
-            [[pad] * n + p for n, p in zip(padding, kept, strict=True)], device=self.device
+            [[pad] * n + p for n, p in zip(padding, prompts, strict=True)], device=self.device
         )
         mask = torch.tensor(
-            [[0] * n + [1] * len(p) for n, p in zip(padding, kept, strict=True)], device=self.device
+            [[0] * n + [1] * len(p) for n, p in zip(padding, prompts, strict=True)], device=self.device
         )
-        rows = []
-        for instance, full, prompt, left in zip(instances, prompts, kept, padding, strict=True):
-            dense = self._dense_tokens(instance, full, len(prompt), len(full) - len(prompt))
-            rows.append(RowReading(left, dense, dense or len(prompt)))
+        rows = [
+            dataclasses.replace(reading, padding=left)
+            for (_, reading, _), left in zip(readings, padding, strict=True)
+        ]
 
         def run(cache):
             return self._model_generate(
@@ -530,7 +672,7 @@ class KvaccLM(HFLM):
         try:
             tokens, measured = generate(
                 self.wrapped,
-                self.strategy,
+                strategy,
                 rows,
                 run,
                 width,
@@ -542,29 +684,12 @@ class KvaccLM(HFLM):
             if isinstance(error, KvaccError) or "model_kwargs" not in str(error):
                 raise
             raise KvaccError(f"generation arguments {instances[0].args[1]!r}: {error}") from None
-        out = []
         each = len(tokens) // len(instances)
-        for b, (instance, full, prompt, row) in enumerate(zip(instances, prompts, kept, rows, strict=True)):
-            text = self._text(tokens[b * each, width:].tolist(), until)
-            one = measured[b]
-            record = RequestRecord(
-                task=instance.task_name,
-                doc_id=instance.doc_id,
-                option=instance.idx,
-                kind="generate_until",
-                prompt_tokens=len(prompt),
-                scored_tokens=one.tokens,
-                truncated_tokens=len(full) - len(prompt),
-                budget_entries=self._entries(row.compressed, len(prompt) + one.tokens),
-                kept_fraction=one.kept_fraction,
-                acted=one.hidden,
-                # The first token comes from the prompt's last query.
-                unreachable_tokens=int(row.dense >= len(prompt) and self.strategy.has_budget),
-                bos_tokens=self._leading_bos(prompt),
-                **selection_of(one),
-            )
-            out.append((text, record))
-        return out
+        made = [
+            _GeneratedRow(prompt, row, cut, tokens[b * each, width:].tolist(), measured[b])
+            for b, ((prompt, _, cut), row) in enumerate(zip(readings, rows, strict=True))
+        ]
+        return _GeneratedBatch(made, until, options, _limits(until, room, total))
 
     def _answer_length(self, tokens: list[int], until: list[str]) -> int:
         """Tokens up to the first with which the text holds a stop string: transformers goes
@@ -611,6 +736,30 @@ def _positive(name: str, value: Any, otherwise: str) -> int:
     if number < 1 or number != float(value):
         raise KvaccError(f"{name} {value!r} is not a whole number of at least 1; give one, or {otherwise}")
     return number
+
+
+_SAMPLING = (
+    "do_sample", "temperature", "top_p", "top_k", "min_p", "typical_p", "num_beams", "num_return_sequences",
+)  # fmt: skip
+"""Arguments of ``generate`` that make it other than greedy."""
+
+
+def _is_greedy(options: dict[str, Any]) -> bool:
+    copies = max(options.get("num_beams", 1), options.get("num_return_sequences", 1))
+    return not options.get("do_sample") and copies == 1
+
+
+def _limits(until: list[str], room: int, total: int | None) -> str:
+    return repr((until, room, total))
+
+
+def _per_token(records: Sequence[RequestRecord]) -> dict[str, float | None]:
+    """Fidelity averaged over the scored tokens of requests that were compared with ``full``."""
+    known = [record for record in records if record.kl is not None]
+    tokens = [record.compared_tokens for record in known]
+    means = mean_fidelity(known, tokens)
+    total = means["loglikelihood_difference"]
+    return means | {"loglikelihood_difference": None if total is None else total / sum(tokens)}
 
 
 def _as_list(value: int | list[int] | None) -> list[int]:

@@ -10,6 +10,8 @@ from typing import Any
 SELECTION = ("moved_bytes", "attention_mass", "recall")
 """Fields that only strategies have which select what each query reads."""
 SELECTION_BY_LAYER = ("mass_by_layer", "recall_by_layer")
+FIDELITY = ("kl", "agreement", "loglikelihood_difference")
+"""Fields that are known where a strategy was compared with ``full`` on the same tokens."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,9 @@ class RequestRecord:
     ``kept_fraction`` is measured, not derived: KV entries visible to a query over the
     tokens it could see, averaged over the scored queries, layers and KV heads.
 
-    The last five fields are None unless the strategy selects what each query reads.
+    ``moved_bytes`` and ``recall`` are None unless the strategy selects what each query reads; so is
+    ``attention_mass``, unless fidelity was measured. The fields of :data:`FIDELITY` are None
+    unless it was.
     """
 
     task: str
@@ -49,12 +53,21 @@ class RequestRecord:
     """Bytes brought from the host pool per scored token, all layers together."""
     attention_mass: float | None = None
     """Share of the true attention that falls on what was read, averaged over the scored
-    queries, query heads and the layers that select."""
+    queries, query heads and the layers in which the strategy acts."""
     recall: float | None = None
     """Share of the true top entries, as many as were read, that were read; averaged likewise."""
     mass_by_layer: tuple[float | None, ...] | None = None
     """One for each layer of the model; None where the layer reads everything."""
     recall_by_layer: tuple[float | None, ...] | None = None
+    kl: float | None = None
+    """Mean over the scored tokens of KL(full || strategy), nats. Of a generation: over the tokens of
+    ``full``'s own greedy answer, which the strategy reads under its protocol and budget."""
+    agreement: float | None = None
+    """Share of these tokens where both find the same token most likely."""
+    loglikelihood_difference: float | None = None
+    """Log-likelihood of these tokens under the strategy minus that under ``full``, nats."""
+    compared_tokens: int = 0
+    """Tokens that the last three speak of: the scored ones, or those of ``full``'s answer."""
 
 
 def weighted_mean(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
@@ -86,6 +99,30 @@ def mean_selection(parts: Sequence[Any], weights: Sequence[float]) -> dict[str, 
         shares = tuple(weighted_mean(values, [weight for _, weight in known]) for values in by_layer)
         means[name] = shares or None
     return means
+
+
+def mean_fidelity(parts: Sequence[Any], weights: Sequence[float]) -> dict[str, float | None]:
+    """:data:`FIDELITY` of the parts of one text: means, and the sum of the differences.
+
+    Args:
+        parts: records or scores. weights: scored tokens of each.
+    """
+    means: dict[str, float | None] = {
+        name: weighted_mean([getattr(part, name) for part in parts], weights) for name in FIDELITY[:2]
+    }
+    known = [part.loglikelihood_difference for part in parts if part.loglikelihood_difference is not None]
+    return means | {"loglikelihood_difference": math.fsum(known) if known else None}
+
+
+def fidelity_of(measured: Any) -> dict[str, float | None]:
+    """:data:`FIDELITY` of what the engine measured."""
+    return {name: getattr(measured, name) for name in FIDELITY}
+
+
+def fidelity_words(kl: float | None, agreement: float | None) -> list[str]:
+    """What is known of the fidelity, for a line of progress."""
+    said = [] if kl is None else [f"KL {kl:.3g}"]
+    return said if agreement is None else [*said, f"agreement {agreement:.1%}"]
 
 
 def selection_words(

@@ -521,9 +521,9 @@ def selecting(monkeypatch):
             by_layer = {name: (None, SELECTED[name][1] / n) for name in SELECTION_BY_LAYER}
             yield single | by_layer
 
-    def score(*arguments):
+    def score(*arguments, **options):
         parts = parts_of_it()
-        found = score_documents(*arguments)
+        found = score_documents(*arguments, **options)
         return [[dataclasses.replace(one, **next(parts)) for one in document] for document in found]
 
     monkeypatch.setattr(module, "score_documents", score)

@@ -15,12 +15,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from kvacc.engine.scan import masked_softmax
 from kvacc.select_strategy import dots
+
+if TYPE_CHECKING:
+    from kvacc.engine.prefix import StoredLayer
 
 NAME = "kvacc"
 
@@ -62,6 +65,15 @@ class AttentionCall:
         return self.with_tensors(
             self.query[:, :, first : first + count], self.key[:, :, :columns], self.value[:, :, :columns]
         )
+
+    def after(self, stored: StoredLayer) -> AttentionCall:
+        """The same attention with stored entries, shared by all rows, before its own."""
+        rows = len(self.query)
+        key, value = (
+            torch.cat([before.expand(rows, -1, -1, -1), own], 2)
+            for before, own in ((stored.key, self.key), (stored.value, self.value))
+        )
+        return self.with_tensors(self.query, key, value)
 
     def with_tensors(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> AttentionCall:
         """The same layer's attention over other tensors."""

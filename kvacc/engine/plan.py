@@ -19,6 +19,10 @@ stream    no dense segment
 context   dense up to the end of the context segment, then compress
 serve     dense up to the end of the prompt, then compress
 ========  ===========================================================
+
+Documents that begin alike (fixed few-shot examples, several questions on one haystack)
+share a *prefix*: it is read once, and their trees start where it ends
+(:mod:`kvacc.engine.prefix`).
 """
 
 from __future__ import annotations
@@ -55,6 +59,10 @@ class Request:
     def first_scored(self) -> int:
         return len(self.tokens) - len(self.targets)
 
+    def how(self, i: int) -> tuple[int, bool, bool]:
+        """Token ``i`` and how it is read: densely, and as the last before compression?"""
+        return self.tokens[i], i < self.dense, i == self.dense - 1
+
 
 @dataclass
 class Segment:
@@ -76,6 +84,8 @@ class Row:
     queries: dict[int, list[int]] = field(default_factory=dict)
     """request number -> index in ``tokens`` of each of its scored queries"""
     compressed: int = 0
+    streams: bool = True
+    """No token of the text is read densely, those of a shared prefix included."""
 
 
 class _Node:
@@ -86,7 +96,7 @@ class _Node:
         self.requests: list[int] = []  # requests with a scored query here
 
 
-def build_rows(requests: Sequence[tuple[int, Request]], share: bool = True) -> list[Row]:
+def build_rows(requests: Sequence[tuple[int, Request]], share: bool = True, after: int = 0) -> list[Row]:
     """Lay out the requests of one document as trees.
 
     Args:
@@ -94,33 +104,34 @@ def build_rows(requests: Sequence[tuple[int, Request]], share: bool = True) -> l
         share: False gives each request a row of its own, for models whose other
             layers cannot read a tree (recurrent state) or strategies that read the
             whole row.
+        after: leading tokens left out, because a shared prefix has them.
     """
     if not share:
-        return [row for item in requests for row in _trees([item])]
-    return _trees(requests)
+        return [row for item in requests for row in _trees([item], after)]
+    return _trees(requests, after)
 
 
-def _trees(requests: Sequence[tuple[int, Request]]) -> list[Row]:
+def _trees(requests: Sequence[tuple[int, Request]], after: int) -> list[Row]:
     roots = _Node()
     for number, request in requests:
         node = roots
-        for i, token in enumerate(request.tokens):
+        for i in range(after, len(request.tokens)):
             # Tokens are shared only where they are read in the same way.
-            how = (token, i < request.dense, i == request.dense - 1)
-            node = node.children.setdefault(how, _Node())
+            node = node.children.setdefault(request.how(i), _Node())
             if i >= request.first_scored:
                 node.requests.append(number)
     rows = []
     for how, child in roots.children.items():
-        row = Row(compressed=requests[0][1].compressed)
-        _flatten(row, how, child)
+        first = requests[0][1]
+        row = Row(compressed=first.compressed, streams=first.dense == 0)
+        _flatten(row, how, child, after)
         rows.append(row)
     return rows
 
 
-def _flatten(row: Row, how: tuple[int, bool, bool], node: _Node) -> None:
+def _flatten(row: Row, how: tuple[int, bool, bool], node: _Node, position: int) -> None:
     # An explicit stack: a document can be longer than Python's recursion limit.
-    stack = [(how, node, -1, 0, False)]
+    stack = [(how, node, -1, position, False)]
     while stack:
         (token, dense, last_dense), node, parent, depth, extends = stack.pop()
         index = len(row.tokens)
@@ -200,24 +211,44 @@ class Plan:
     def ancestors(self) -> torch.Tensor:
         """bool [B, T, T]: entry j is query i's ancestor or itself. A padding query
         reads itself, so that no softmax row is empty."""
-        rows, width = self.segment.shape
-        count = self.start.shape[1]
-        within = torch.eye(count, dtype=torch.bool, device=self.segment.device).repeat(rows, 1, 1)
+        return self.ancestors_of(0, self.segment.shape[1], self.segment.shape[1])
+
+    def ancestors_of(self, first: int, count: int, columns: int) -> torch.Tensor:
+        """bool [B, count, columns]: the part of :attr:`ancestors` for ``count`` queries from
+        ``first`` on; of a long text, the whole would not fit in memory."""
+        device, here = self.segment.device, slice(first, first + count)
+        real = self.segment >= 0
+        within = self._above.gather(1, self._own[:, here, None].expand(-1, -1, self._above.shape[2]))
+        pairs = within.gather(2, self._own[:, None, :columns].expand(-1, count, -1))
+        query = torch.arange(first, first + count, device=device)[:, None]
+        entry = torch.arange(columns, device=device)
+        pairs &= (entry <= query) & real[:, here, None] & real[:, None, :columns]
+        return pairs | ((entry == query) & ~real[:, here, None])
+
+    @functools.cached_property
+    def _own(self) -> torch.Tensor:
+        """long [B, T]: each token's segment, 0 at padding."""
+        return self.segment.long().clamp(min=0)
+
+    @functools.cached_property
+    def _above(self) -> torch.Tensor:
+        """bool [B, S, S]: segment j is segment i's ancestor or itself."""
+        rows, count = self.parent.shape
+        above = torch.eye(count, dtype=torch.bool, device=self.parent.device).repeat(rows, 1, 1)
         up = self.parent.long()
         for _ in range(count):  # as deep as the deepest tree
             has = up >= 0
             if not has.any():
                 break
-            within |= torch.nn.functional.one_hot(up.clamp(min=0), count).bool() & has[..., None]
+            above |= torch.nn.functional.one_hot(up.clamp(min=0), count).bool() & has[..., None]
             up = torch.where(has, self.parent.long().gather(1, up.clamp(min=0)), up)
-        segment = self.segment.long().clamp(min=0)
-        pairs = within.gather(1, segment[:, :, None].expand(-1, -1, count))
-        pairs = pairs.gather(2, segment[:, None, :].expand(-1, width, -1))
-        earlier = torch.ones(width, width, dtype=torch.bool, device=pairs.device).tril()
-        real = self.segment >= 0
-        pairs = pairs & earlier & real[:, :, None] & real[:, None, :]
-        itself = torch.eye(width, dtype=torch.bool, device=pairs.device)
-        return pairs | (itself & ~real[:, :, None])
+        return above
+
+    @functools.cached_property
+    def is_one_path(self) -> bool:
+        """Every query reads all tokens before it: no branches, no padding."""
+        chain = torch.arange(-1, self.parent.shape[1] - 1, device=self.parent.device)
+        return bool((self.parent == chain).all() and (self.segment >= 0).all())
 
 
 def make_plan(rows: Sequence[Row], strategy: Strategy) -> Plan:
@@ -254,8 +285,7 @@ def make_plan(rows: Sequence[Row], strategy: Strategy) -> Plan:
 def _acts(strategy: Strategy, row: Row) -> list[bool]:
     """For each segment: does the strategy evict after every token there?"""
     # A strategy that acts at prefill only lets the tokens after its compression join.
-    streaming = not any(s.dense for s in row.segments)
-    return [not s.dense and (streaming or strategy.acts_while_decoding) for s in row.segments]
+    return [not s.dense and (row.streams or strategy.acts_while_decoding) for s in row.segments]
 
 
 def limits_for(

@@ -31,6 +31,10 @@ class Entries:
     alive: torch.Tensor
     score: torch.Tensor
 
+    def expand(self, rows: int) -> Entries:
+        """The same for ``rows`` rows, of one."""
+        return Entries(*(x.expand(rows, -1, -1) for x in (self.position, self.alive, self.score)))
+
 
 @dataclass
 class Scan:
@@ -97,7 +101,6 @@ def scan_block(
     columns = scan.offset + first + count if logits is None else logits.shape[-1]
     device = state.alive.device
     visible = torch.zeros(rows, heads, count, columns, dtype=torch.bool, device=device)
-    ancestors = plan.ancestors if strategy.reads_full_rows else None
     for i in range(count):
         t = first + i
         segment = plan.segment[:, t].long()
@@ -112,8 +115,8 @@ def scan_block(
         visible[:, :, i] = state.alive[..., :columns] & real[:, None, None]
         if strategy.needs_attention:
             read = visible[:, :, i]
-            if ancestors is not None:
-                own_text = ancestors[:, None, t, : columns - scan.offset]
+            if strategy.reads_full_rows:
+                own_text = plan.ancestors_of(t, 1, columns - scan.offset)
                 read = torch.cat([scan.readable, own_text.expand(rows, heads, -1)], -1)
             attention = masked_softmax(logits[:, :, :, i], read[:, :, None], aux)
             observed = strategy.observe(state.score[..., :columns], attention)

@@ -5,20 +5,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from kvacc.engine import attention
+from kvacc.engine.fidelity import Divergence, Meter, divergence, positions_of
+from kvacc.engine.memory import batch_tokens_for
 from kvacc.engine.parallel import ParallelSession
-from kvacc.engine.plan import Request, Row, build_rows, make_plan
+from kvacc.engine.plan import Plan, Request, Row, build_rows, make_plan
+from kvacc.engine.prefix import Group, Prefix, group_by_prefix
 from kvacc.engine.stepping import RowReading
-from kvacc.engine.wrapped import WrappedModel
+from kvacc.engine.wrapped import ProjectedLogits, WrappedModel
 from kvacc.errors import KvaccError
 from kvacc.strategy import Strategy
 
 LOGIT_BYTES = 256 * 2**20
 """Float32 log-softmax held at once, in bytes."""
+WHOLE_LOGIT_BYTES = 4 * LOGIT_BYTES
+"""Logits of a batch up to which they are computed at once, in bytes; more (long texts scored as a
+whole) are computed in blocks of rows."""
+
+PREFIX_SHARE = 8
+"""A token of a shared prefix counts as an eighth of one in a batch: it is stored, not computed."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,8 @@ class Score:
         hidden: an entry was hidden from a scored query.
         moved_bytes, attention_mass, recall, mass_by_layer, recall_by_layer: of strategies
             that select, as in :class:`kvacc.records.RequestRecord`.
+        kl, agreement, loglikelihood_difference: against ``full``, where that is measured; as in
+            :class:`kvacc.records.RequestRecord`.
     """
 
     loglikelihood: float
@@ -43,11 +54,9 @@ class Score:
     recall: float | None = None
     mass_by_layer: tuple[float | None, ...] | None = None
     recall_by_layer: tuple[float | None, ...] | None = None
-
-
-def default_batch_tokens(device: torch.device) -> int:
-    """Tokens of a batch: enough to keep matrix multiplications at full speed."""
-    return 2048 if device.type == "cpu" else 16384
+    kl: float | None = None
+    agreement: float | None = None
+    loglikelihood_difference: float | None = None
 
 
 def score_documents(
@@ -57,54 +66,96 @@ def score_documents(
     batch_tokens: int | None = None,
     progress: Callable[[int], None] | None = None,
     reference: bool = False,
+    meter: Meter | None = None,
 ) -> list[list[Score]]:
     """Score every request of every document on the parallel path.
 
     Args:
         documents: requests that may share tokens, such as the options of a question.
-        batch_tokens: padded tokens per forward pass; halved when memory runs out.
+        batch_tokens: padded tokens per forward pass, by free memory when not given; halved when
+            memory runs out.
         progress: called with the number of requests finished since the last call.
+        meter: sums what is found at each position; with references it also has every strategy
+            compared with ``full``, whose own answers are kept there when it is the strategy.
 
     Returns:
         a Score for each request, in the order given.
     """
-    batch_tokens = batch_tokens or default_batch_tokens(wrapped.device)
+    batch_tokens = batch_tokens or batch_tokens_for(wrapped.model)
     share = wrapped.shares_trees and strategy.shares_trees
-    numbered: list[Request] = []
-    rows: list[Row] = []
+    everything = Group(0, list(range(len(documents))))
+    run = _Run(wrapped, strategy, share, batch_tokens, progress, reference, meter)
+    numbered: list[list[tuple[int, Request]]] = []
     for document in documents:
-        items = list(enumerate(document, start=len(numbered)))
-        numbered += document
-        rows += _rows_within(items, share, batch_tokens)
-    scores: list[Score | None] = [None] * len(numbered)
-    # Longest first: memory problems show at once, and neighbours pad each other little.
-    rows.sort(key=lambda row: -len(row.tokens))
-    while rows:
-        count = max(1, batch_tokens // len(rows[0].tokens))
-        batch, rest = rows[:count], rows[count:]
+        numbered.append(list(enumerate(document, start=len(run.requests))))
+        run.requests += document
+    for group in group_by_prefix(documents, strategy) if share else [everything]:
+        run.score(group, [numbered[index] for index in group.documents])
+    answers = iter([run.scores[number] for number in range(len(run.requests))])
+    return [[next(answers) for _ in document] for document in documents]
+
+
+@dataclass
+class _Run:
+    """The scoring of documents, group by group."""
+
+    wrapped: WrappedModel
+    strategy: Strategy
+    share: bool
+    batch_tokens: int
+    progress: Callable[[int], None] | None
+    reference: bool
+    meter: Meter | None
+    requests: list[Request] = field(default_factory=list)
+    scores: dict[int, Score] = field(default_factory=dict)
+
+    def score(self, group: Group, documents: list[list[tuple[int, Request]]]) -> None:
+        """Score the documents of one group, which may share a prefix."""
+        prefix = self._prefix(group, documents[0][0][1]) if group.tokens else None
+        after = prefix.tokens if prefix else 0
+        rows = [
+            row for items in documents for row in _rows_within(items, self.share, self.batch_tokens, after)
+        ]
+        # Longest first: memory problems show at once, and neighbours pad each other little.
+        rows.sort(key=lambda row: -len(row.tokens))
+        while rows:
+            # A row's own copy of the prefix takes memory, too.
+            count = max(1, self.batch_tokens // (len(rows[0].tokens) + after // PREFIX_SHARE))
+            batch, rest = rows[:count], rows[count:]
+            try:
+                done = _score_batch(
+                    self.wrapped, batch, self.strategy, self.requests, self.reference, self.meter, prefix
+                )
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                rows = self._smaller(batch, rest, after)
+                continue
+            self.scores |= done
+            if self.progress:
+                self.progress(len(done))
+            rows = rest
+
+    def _prefix(self, group: Group, request: Request) -> Prefix | None:
         try:
-            done = _score_batch(wrapped, batch, strategy, numbered, reference)
+            return self.wrapped.read_prefix(request, group.tokens, self.strategy, self.reference)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            if len(batch) > 1:
-                batch_tokens = max(1, batch_tokens // 2)
-                continue
-            halves = _split(batch[0], numbered, share)
-            if not halves:
-                raise KvaccError(
-                    f"one row of {len(batch[0].tokens)} tokens does not fit in memory; "
-                    "use a smaller model, a lower max_length or another device"
-                ) from None
-            rows = sorted(halves + rest, key=lambda row: -len(row.tokens))
-            continue
-        for number, score in done:
-            scores[number] = score
-        if progress:
-            progress(len(done))
-        rows = rest
-    answers = iter(scores)
-    return [[next(answers) for _ in document] for document in documents]
+            return None  # each document reads it by itself, or says that it does not fit
+
+    def _smaller(self, batch: list[Row], rest: list[Row], after: int) -> list[Row]:
+        """The rows to go on with when ``batch`` did not fit in memory."""
+        if len(batch) > 1:
+            self.batch_tokens = max(1, self.batch_tokens // 2)
+            return batch + rest
+        halves = _split(batch[0], self.requests, self.share, after)
+        if not halves:
+            raise KvaccError(
+                f"one row of {after + len(batch[0].tokens)} tokens does not fit in memory; "
+                "use a smaller model, a lower max_length or another device"
+            ) from None
+        return sorted(halves + rest, key=lambda row: -len(row.tokens))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -112,27 +163,46 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
-def _split(row: Row, requests: Sequence[Request], share: bool) -> list[Row]:
+def _split(row: Row, requests: Sequence[Request], share: bool, after: int) -> list[Row]:
     """Two rows for the requests of one; none where there is a single request."""
     items = [(number, requests[number]) for number in row.queries]
     half = len(items) // 2
-    return build_rows(items[:half], share) + build_rows(items[half:], share) if half else []
+    parts = (items[:half], items[half:]) if half else ()
+    return [row for part in parts for row in build_rows(part, share, after)]
 
 
-def _rows_within(items: list[tuple[int, Request]], share: bool, limit: int) -> list[Row]:
+def _rows_within(items: list[tuple[int, Request]], share: bool, limit: int, after: int) -> list[Row]:
     """Trees of a document's requests, none wider than a batch where that can be helped."""
-    rows = build_rows(items, share)
+    rows = build_rows(items, share, after)
     if len(items) > 1 and any(len(row.tokens) > limit and len(row.queries) > 1 for row in rows):
         half = len(items) // 2
-        return _rows_within(items[:half], share, limit) + _rows_within(items[half:], share, limit)
+        parts = (items[:half], items[half:])
+        return [row for part in parts for row in _rows_within(part, share, limit, after)]
     return rows
 
 
 def _score_batch(
-    wrapped: WrappedModel, rows: list[Row], strategy: Strategy, requests: list[Request], reference: bool
-) -> list[tuple[int, Score]]:
+    wrapped: WrappedModel,
+    rows: list[Row],
+    strategy: Strategy,
+    requests: list[Request],
+    reference: bool,
+    meter: Meter | None,
+    prefix: Prefix | None,
+) -> dict[int, Score]:
     plan = make_plan(rows, strategy)
-    logits, session = wrapped.parallel(plan, strategy, reference=reference)
+    references = meter.references if meter else None
+    compares = references is not None and strategy.name != "full"
+    size = int(plan.counted.sum()) * wrapped.vocabulary * wrapped.model.dtype.itemsize
+    logits, session = wrapped.parallel(
+        plan,
+        strategy,
+        reference=reference,
+        weigh=compares,
+        keep_hidden=references is not None,
+        whole_logits=size <= WHOLE_LOGIT_BYTES,
+        prefix=prefix,
+    )
     order = {tuple(at): n for n, at in enumerate(plan.counted.nonzero().tolist())}
     wanted, targets, owners = [], [], []
     for b, row in enumerate(rows):
@@ -141,29 +211,71 @@ def _score_batch(
                 wanted.append(order[b, query])
                 targets.append(target)
                 owners.append((number, b, query))
-    logprobs, best = token_logprobs(logits, torch.tensor(wanted), torch.tensor(targets))
+    wanted, targets = torch.tensor(wanted), torch.tensor(targets)
+    logprobs, best = token_logprobs(logits, wanted, targets)
     if not all(map(math.isfinite, logprobs)):
         raise KvaccError(
             f"{strategy!r}: a log-likelihood is not a finite number (the model overflows in "
             f"{wrapped.model.dtype}); use dtype=bfloat16 or float32"
         )
+    found = None
+    if compares:
+        full = references.states(wrapped, rows, requests)
+        found = divergence(wrapped, full, session.hidden_states, wanted, targets)
+    elif references is not None:
+        references.add_batch(rows, requests, session.hidden_states)
     kept = (session.kept / session.layers).cpu()
     hidden, moved = session.hidden.cpu(), session.moved.cpu()
-    quality = _by_layer(session, wrapped.layers)
+    mass = _by_layer(session.mass, kept.shape, wrapped.layers)
+    recall = _by_layer(session.recall, kept.shape, wrapped.layers)
     gathered: dict[int, list[Query]] = {}
     for i, (number, b, query) in enumerate(owners):
         measured = Query(
             logprobs[i], best[i], float(kept[b, query]), bool(hidden[b, query]), float(moved[b, query])
         )
-        measured.mass, measured.recall = (values[b, query] for values in quality) if quality else (None, None)
+        measured.mass = None if mass is None else mass[b, query]
+        measured.recall = None if recall is None else recall[b, query]
+        if found is not None:
+            n = wanted[i]
+            measured.kl, measured.agrees = float(found.kl[n]), bool(found.agrees[n])
+            measured.difference = float(found.difference[i])
         gathered.setdefault(number, []).append(measured)
-    return [(number, _combine(queries, bool(quality))) for number, queries in gathered.items()]
+    if meter:
+        _add_to_meter(meter, plan, session, owners, wanted, logprobs, found, mass)
+    selects = bool(session.recall)
+    return {number: _combine(queries, selects) for number, queries in gathered.items()}
+
+
+def _add_to_meter(
+    meter: Meter,
+    plan: Plan,
+    session: ParallelSession,
+    owners: list[tuple[int, int, int]],
+    wanted: torch.Tensor,
+    logprobs: list[float],
+    found: Divergence | None,
+    mass: torch.Tensor | None,
+) -> None:
+    position = positions_of(plan, owners)
+    if found is None:
+        meter.add(position, logprobs)
+        return
+    at = mass[[b for _, b, _ in owners], [query for _, _, query in owners]] if mass is not None else None
+    meter.add(
+        position,
+        logprobs,
+        found.kl[wanted].tolist(),
+        found.agrees[wanted].tolist(),
+        found.difference.tolist(),
+        None if at is None else at.nanmean(-1).tolist(),
+    )
+    meter.add_mass(session.mass_by_head, session.heads, wanted)
 
 
 @dataclass
 class Query:
     """What was measured of one scored query; ``mass`` and ``recall`` [layers], NaN in a layer
-    that reads everything, of strategies that select."""
+    that reads everything, where they are known."""
 
     logprob: float
     greedy: bool
@@ -172,19 +284,19 @@ class Query:
     moved: float = 0.0
     mass: torch.Tensor | None = None
     recall: torch.Tensor | None = None
+    kl: float | None = None
+    agrees: bool | None = None
+    difference: float | None = None
 
 
-def _by_layer(session: ParallelSession, layers: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Mass and recall [B, T, layers] of a strategy that selects."""
-    if not session.mass:
+def _by_layer(measured: dict[int, torch.Tensor], shape: torch.Size, layers: int) -> torch.Tensor | None:
+    """float64 [B, T, layers], NaN in a layer that reads everything; None when none was measured."""
+    if not measured:
         return None
-    out = []
-    for measured in (session.mass, session.recall):
-        values = torch.full((*session.kept.shape, layers), float("nan"), dtype=torch.float64)
-        for layer, value in measured.items():
-            values[..., layer] = value.cpu()
-        out.append(values)
-    return out[0], out[1]
+    out = torch.full((*shape, layers), float("nan"), dtype=torch.float64)
+    for layer, value in measured.items():
+        out[..., layer] = value.cpu()
+    return out
 
 
 def _combine(queries: list[Query], selects: bool) -> Score:
@@ -196,17 +308,20 @@ def _combine(queries: list[Query], selects: bool) -> Score:
         any(query.hidden for query in queries),
         sum(query.moved for query in queries) / count if selects else None,
     )
-    if queries[0].mass is None:
-        return score
-    mass = torch.stack([query.mass for query in queries]).mean(0)
-    recall = torch.stack([query.recall for query in queries]).mean(0)
-    return replace(
-        score,
-        attention_mass=float(mass.nanmean()),
-        recall=float(recall.nanmean()),
-        mass_by_layer=_known(mass),
-        recall_by_layer=_known(recall),
-    )
+    for name in ("mass", "recall"):
+        if getattr(queries[0], name) is None:
+            continue
+        mean = torch.stack([getattr(query, name) for query in queries]).mean(0)
+        whole = "attention_mass" if name == "mass" else name
+        score = replace(score, **{whole: float(mean.nanmean()), f"{name}_by_layer": _known(mean)})
+    if queries[0].kl is not None:
+        score = replace(
+            score,
+            kl=math.fsum(query.kl for query in queries) / count,
+            agreement=sum(query.agrees for query in queries) / count,
+            loglikelihood_difference=math.fsum(query.difference for query in queries),
+        )
+    return score
 
 
 def _known(values: torch.Tensor) -> tuple[float | None, ...]:
@@ -214,7 +329,7 @@ def _known(values: torch.Tensor) -> tuple[float | None, ...]:
 
 
 def token_logprobs(
-    logits: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor
+    logits: torch.Tensor | ProjectedLogits, rows: torch.Tensor, targets: torch.Tensor
 ) -> tuple[list[float], list[bool]]:
     """Log-probability of ``targets[i]`` in ``logits[rows[i]]``, float32, and whether it is
     the most likely token. logits: [N, vocabulary]."""

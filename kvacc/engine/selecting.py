@@ -117,6 +117,25 @@ def quality(call: AttentionCall, visible: torch.Tensor, readable: torch.Tensor) 
     return Quality(mass.double(), recall.double().mean(1))
 
 
+def mass_by_head(call: AttentionCall, visible: torch.Tensor, readable: torch.Tensor) -> torch.Tensor:
+    """Share of the true attention, over all that is readable, that falls on what is visible.
+
+    Logits that only join the denominator (GPT-OSS's sinks) scale both alike, so they are left out.
+
+    Args:
+        visible: bool [B, H, n, W]; readable: bool [B, n, W].
+
+    Returns:
+        float64 [B, H, n], mean over the query heads of each deciding head.
+    """
+    rows, query_heads, count, width = *call.query.shape[:3], visible.shape[-1]
+    heads = visible.shape[1]
+    logits = attention_logits(call, call.query, call.key)
+    logits = logits.view(rows, heads, query_heads // heads, count, width)
+    attention = masked_softmax(logits, readable[:, None, None], None)
+    return (attention * visible[:, :, None]).sum(-1, dtype=torch.float64).mean(2)
+
+
 def ask(selector: Selector, asked: Asked) -> Selection:
     """The selector's answer; where the strategy does not act, everything readable is read."""
     chosen = selector.select(asked)

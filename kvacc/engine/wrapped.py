@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -11,6 +12,7 @@ from kvacc.engine import attention
 from kvacc.engine.layers import LayerKind, layer_kinds, shares_latent
 from kvacc.engine.parallel import ParallelSession
 from kvacc.engine.plan import Plan, Request, build_rows, make_plan
+from kvacc.engine.prefix import Prefix
 from kvacc.engine.rotary import Rotation, find_rotation, has_rotary_positions
 from kvacc.engine.skewing import skewing_for
 from kvacc.engine.speculation import Inputs, Speculation, token_mixers
@@ -54,6 +56,7 @@ class WrappedModel:
         self._rotation: Rotation | None = None
         self._modules: dict[int, torch.nn.Module] = {}
         self._speculations: dict[SpeculationSettings, Speculation] = {}
+        self._head_only: bool | None = None
         accepts = inspect.signature(model.forward).parameters
         recurrent = any(kind.name == "other" for kind in self.kinds)
         self.shares_trees = "position_ids" in accepts and not recurrent
@@ -132,10 +135,35 @@ class WrappedModel:
             self._modules = self.parallel(make_plan(rows, full), full)[1].modules
         return self._modules
 
+    def read_prefix(
+        self, request: Request, tokens: int, strategy: Strategy, reference: bool = False
+    ) -> Prefix:
+        """Read the first ``tokens`` tokens of a request, once for all that begin like it."""
+        beginning = replace(request, tokens=request.tokens[:tokens], targets=())
+        plan = make_plan(build_rows([(0, beginning)]), strategy)
+        _, session = self.parallel(plan, strategy, reference=reference, store=True)
+        return Prefix(tokens, session.stored)
+
     def parallel(
-        self, plan: Plan, strategy: Strategy, record: bool = False, reference: bool = False
-    ) -> tuple[torch.Tensor, ParallelSession]:
-        """One forward pass over a plan.
+        self,
+        plan: Plan,
+        strategy: Strategy,
+        record: bool = False,
+        reference: bool = False,
+        weigh: bool = False,
+        keep_hidden: bool = False,
+        whole_logits: bool = True,
+        prefix: Prefix | None = None,
+        store: bool = False,
+    ) -> tuple[torch.Tensor | ProjectedLogits, ParallelSession]:
+        """One forward pass over a plan, which may continue a ``prefix``.
+
+        Args:
+            weigh: also measure the attention mass of each head, see :class:`ParallelSession`.
+            keep_hidden: keep ``session.hidden_states``.
+            whole_logits: False computes the logits in the blocks of rows in which they are
+                asked for, so that they never exist at once.
+            store: keep ``session.stored``, what later tokens read of the plan.
 
         Returns:
             logits [N, vocabulary] of the N counted queries in row order, and the session.
@@ -151,12 +179,50 @@ class WrappedModel:
             record,
             reference,
             self.speculation_for(strategy),
+            weigh,
+            prefix,
+            store,
         )
         arguments = {"position_ids": plan.position} if self.takes_positions else {}
-        with attention.active(session), _only(self.model, plan.counted), torch.inference_mode():
+        head = _only(self.model, plan.counted, whole_logits)
+        with attention.active(session), head, torch.inference_mode():
             out = self.model(input_ids=plan.tokens, use_cache=False, **arguments)
         self._require_calls(session.layers)
-        return out.logits[0], session
+        if keep_hidden:
+            session.hidden_states = head.hidden_states
+        logits = out.logits[0] if whole_logits else ProjectedLogits(self, head.hidden_states)
+        return logits, session
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits, padding of the vocabulary included."""
+        head = self.model.get_output_embeddings()
+        return getattr(head, "out_features", None) or head.weight.shape[0]
+
+    def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits [n, vocabulary] from what the output embedding is given, [n, D].
+
+        Everything that the model does behind its output embedding (Cohere and Granite scale
+        logits, Gemma 2 caps them) is done by the model itself: it reads one token, and the
+        embedding is given these states in place of that token's. Where the first call shows
+        that the embedding alone gives the same bits, it is called alone from then on.
+        """
+        head = self.model.get_output_embeddings()
+        if self._head_only:
+            with torch.inference_mode():
+                return head(hidden_states[None])[0]
+        full = make_strategy("full")
+        plan = make_plan(build_rows([(0, Request((2,), (2,), dense=0, compressed=1))]), full).to(self.device)
+        session = ParallelSession(plan, full, self.kinds, latent=self.latent)
+        arguments = {"position_ids": plan.position} if self.takes_positions else {}
+        with attention.active(session), _instead(head, hidden_states), torch.inference_mode():
+            logits = self.model(input_ids=plan.tokens, use_cache=False, **arguments).logits[0]
+        if self._head_only is None:
+            with torch.inference_mode():
+                alone = head(hidden_states[None])[0]
+            same = alone.dtype == logits.dtype and alone.shape == logits.shape
+            self._head_only = same and torch.equal(alone, logits)
+        return logits
 
     def step(self, strategy: Strategy, rows: Sequence[RowReading], record: bool = False) -> StepSession:
         """A fresh session for decoding, with a cache of its own. With ``record`` it notes what
@@ -223,11 +289,19 @@ class _only:
 
     The vocabulary projection is a large share of a small model's work, and models that
     scale or cap their logits afterwards do so elementwise, so nothing else changes.
+
+    Args:
+        whole: False lets it see one of them only.
+
+    Attributes:
+        hidden_states: [N, D] of all counted positions, after the pass.
     """
 
-    def __init__(self, model, counted: torch.Tensor):
+    def __init__(self, model, counted: torch.Tensor, whole: bool = True):
         self.head = model.get_output_embeddings()
         self.counted = counted
+        self.whole = whole
+        self.hidden_states: torch.Tensor | None = None
 
     def __enter__(self) -> None:
         self.handle = self.head.register_forward_pre_hook(self._gather)
@@ -242,4 +316,39 @@ class _only:
             raise RuntimeError(
                 f"output embedding got {tuple(hidden.shape)}, expected {tuple(self.counted.shape)}"
             )
-        return (hidden[self.counted][None], *arguments[1:])
+        self.hidden_states = hidden[self.counted]
+        seen = self.hidden_states if self.whole else self.hidden_states[:1]
+        return (seen[None], *arguments[1:])
+
+
+class _instead:
+    """Give the output embedding other hidden states [n, D] than the model computed."""
+
+    def __init__(self, head: torch.nn.Module, hidden_states: torch.Tensor):
+        self.head = head
+        self.hidden_states = hidden_states
+
+    def __enter__(self) -> None:
+        self.handle = self.head.register_forward_pre_hook(self._replace)
+
+    def __exit__(self, *exc) -> None:
+        self.handle.remove()
+
+    def _replace(self, module, arguments):
+        own = arguments[0]
+        return (self.hidden_states[None].to(device=own.device, dtype=own.dtype), *arguments[1:])
+
+
+class ProjectedLogits:
+    """Logits [N, vocabulary] computed when a block of their rows is asked for."""
+
+    def __init__(self, wrapped: WrappedModel, hidden_states: torch.Tensor):
+        self.wrapped = wrapped
+        self.hidden_states = hidden_states
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.hidden_states), self.wrapped.vocabulary
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        return self.wrapped.project(self.hidden_states[rows])

@@ -11,7 +11,7 @@ from naive import sharp
 
 from kvacc.engine import scoring
 from kvacc.engine.plan import Request
-from kvacc.engine.scoring import default_batch_tokens, score_by_steps, score_documents, token_logprobs
+from kvacc.engine.scoring import score_by_steps, score_documents, token_logprobs
 from kvacc.engine.wrapped import WrappedModel
 from kvacc.errors import KvaccError
 from kvacc.strategy import make_strategy
@@ -95,10 +95,6 @@ def test_batches_hold_so_many_tokens_and_change_nothing(tokens, passes):
     widths = [width for _, width in passes]
     assert widths == sorted(widths, reverse=True)
     assert_same(found, expected)
-
-
-def test_default_batch_depends_on_the_device():
-    assert default_batch_tokens(torch.device("cpu")) < default_batch_tokens(torch.device("cuda"))
 
 
 def test_a_batch_of_one_document_equals_any_batch():

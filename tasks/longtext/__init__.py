@@ -1,0 +1,1 @@
+"""Log-likelihood by position over long texts: ``kvacc_longtext``."""
