@@ -1,0 +1,151 @@
+"""What the benchmark scripts share: paired timing, one JSON line per measurement, the floor.
+
+Times mean something only beside others of the same run: machines are shared and clocks
+drift. So two programs are timed in turns (a b, b a, a b, ...), and what is reported is the
+median of the ratios of neighbours.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+BENCHMARKS = ("piqa", "hellaswag", "copa", "winogrande", "openbookqa", "boolq")
+
+
+def emit(**record: Any) -> dict[str, Any]:
+    """Print one measurement as a line of JSON, and return it."""
+    print(json.dumps(record), flush=True)
+    return record
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    import torch
+    import transformers
+
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds of wall time, and what ``run`` returned."""
+    gc.collect()
+    start = time.perf_counter()
+    answer = run()
+    return time.perf_counter() - start, answer
+
+
+def paired(
+    one: Callable[[], Any], other: Callable[[], Any], repeats: int, same: Callable[[Any, Any], None]
+) -> dict[str, float]:
+    """Time two programs in turns.
+
+    Args:
+        one, other: give their answers.
+        repeats: pairs.
+        same: raises unless the two answers are equal; a fast wrong answer is worth nothing.
+
+    Returns:
+        median seconds of each, and median, minimum and maximum of ``one / other`` over the pairs.
+    """
+    ones, others = [], []
+    for turn in range(repeats):
+        # In turns, so that a drifting clock favours neither.
+        order = [(one, ones), (other, others)]
+        answers = {}
+        for run, times in order if turn % 2 == 0 else reversed(order):
+            seconds, answers[run] = timed(run)
+            times.append(seconds)
+        same(answers[one], answers[other])
+    ratios = [a / b for a, b in zip(ones, others, strict=True)]
+    return {
+        "seconds_one": round(statistics.median(ones), 3),
+        "seconds_other": round(statistics.median(others), 3),
+        "ratio": round(statistics.median(ratios), 3),
+        "ratio_min": round(min(ratios), 3),
+        "ratio_max": round(max(ratios), 3),
+        "pairs": repeats,
+    }
+
+
+def matrix_multiply_speed(dtype: str = "float32", rows: int = 512, seconds: float = 2.0) -> float:
+    """Floating-point operations per second of a matrix multiplication with the sizes of
+    SmolLM2's feed-forward layer (576 x 1536): what no model can beat on this machine."""
+    import torch
+
+    kind = getattr(torch, dtype)
+    a = torch.randn(rows, 576, dtype=kind)
+    b = torch.randn(576, 1536, dtype=kind)
+    for _ in range(5):
+        a @ b
+    best, until = 0.0, time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        start = time.perf_counter()
+        for _ in range(10):
+            a @ b
+        best = max(best, 10 * 2 * rows * 576 * 1536 / (time.perf_counter() - start))
+    return best
+
+
+def layer_operations_per_token(model) -> int:
+    """Multiplications and additions of one token in the layers' matrices, the vocabulary
+    projection and attention over other tokens left out."""
+    head = model.get_output_embeddings().weight
+    embedding = model.get_input_embeddings().weight
+    matrices = {id(p): p for p in model.parameters() if p.ndim == 2}
+    return 2 * sum(p.numel() for key, p in matrices.items() if key not in (id(head), id(embedding)))
+
+
+def answers_of(samples: list[dict[str, Any]]) -> dict[tuple[int, int], float]:
+    """Log-likelihood by document and option, from lm-eval's samples."""
+    return {
+        (sample["doc_id"], option): float(response[0][0])
+        for sample in samples
+        for option, response in enumerate(sample["resps"])
+    }
+
+
+def evaluate(lm, name: str, limit: int | None, shots: int, data_dir: str | None, sampler: str | None = None):
+    """lm-eval's outcome for one task: (answers, accuracy)."""
+    from lm_eval.evaluator import evaluate as run
+
+    from kvacc.task_catalog import load_tasks
+
+    tasks = load_tasks([name], data_dir=data_dir, num_fewshot=shots, fewshot_sampler=sampler)
+    out = run(lm, task_dict=tasks, limit=limit, bootstrap_iters=0)
+    return answers_of(out["samples"][name]), out["results"][name]["acc,none"]
+
+
+def require_equal_answers(one, other, tolerance: float = 1e-3) -> None:
+    """Exit unless both have the same requests, the same log-likelihoods and accuracy."""
+    answers, accuracy = one
+    others, other_accuracy = other
+    if answers.keys() != others.keys():
+        sys.exit("the two backends answered different requests")
+    worst = max(abs(answers[key] - others[key]) for key in answers)
+    if worst > tolerance or accuracy != other_accuracy:
+        sys.exit(
+            f"different answers: log-likelihoods by {worst:.2e}, accuracy {accuracy} and {other_accuracy}"
+        )
+
+
+def quiet() -> None:
+    """Progress bars of the backends would cost time and fill the log."""
+    import logging
+
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    for name in ("lm_eval", "datasets"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,0 +1,100 @@
+"""Time and peak memory of long prompts: a strategy beside the full cache.
+
+    python benchmarks/long_prompts.py
+
+Each measurement runs in a process of its own, because a process's peak memory never falls.
+What is reported is the peak above what the process held before the prompt was read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+
+from common import emit, machine, quiet
+
+CASES = (
+    # (label, strategy, budget, protocol, tokens)
+    ("prefill of 3,800 tokens, then compress", "h2o", 0.5, "context", 3800),
+    ("8,000 tokens, stream", "h2o", 0.2, "stream", 8000),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default="", help="part of a measurement's name")
+    parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    quiet()
+    if arguments.child:
+        print(json.dumps(child(arguments.model, *json.loads(arguments.child))))
+        return
+    emit(measurement="machine", **machine())
+    for label, name, budget, protocol, tokens in CASES:
+        if arguments.only not in label:
+            continue
+        seconds, peaks = [], []
+        for turn in range(arguments.repeats):
+            cases = [(name, budget, protocol, tokens), ("full", None, protocol, tokens)]
+            found = {
+                case[0]: in_a_process(arguments.model, case) for case in (cases if turn % 2 else cases[::-1])
+            }
+            seconds.append(found[name]["seconds"] / found["full"]["seconds"])
+            peaks.append(found[name]["peak_bytes"] / found["full"]["peak_bytes"])
+        emit(
+            measurement=f"{name} / full: {label}",
+            ratio=round(statistics.median(seconds), 3),
+            memory_ratio=round(statistics.median(peaks), 3),
+            peak_mib=round(found[name]["peak_bytes"] / 2**20),
+            peak_mib_full=round(found["full"]["peak_bytes"] / 2**20),
+            seconds_one=round(found[name]["seconds"], 2),
+            seconds_other=round(found["full"]["seconds"], 2),
+            pairs=arguments.repeats,
+        )
+
+
+def in_a_process(model: str, case: tuple) -> dict[str, float]:
+    """What :func:`child` says, run by another interpreter."""
+    command = [sys.executable, __file__, "--model", model, "--child", json.dumps(case)]
+    return json.loads(
+        subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+    )
+
+
+def child(model: str, name: str, budget, protocol: str, tokens: int) -> dict[str, float]:
+    """Score four tokens after a prompt of ``tokens``."""
+    import resource
+    import time
+
+    from kvacc.backend import KvaccLM
+    from kvacc.calibration import calibration_text
+    from kvacc.engine.plan import Request
+    from kvacc.engine.scoring import score_documents
+    from kvacc.strategy import make_strategy
+
+    lm = KvaccLM(model)
+    strategy = make_strategy(name, budget)
+    text = (lm.tok_encode(calibration_text("prose")) * (tokens // 1000 + 1))[: tokens + 4]
+
+    def request(length: int) -> Request:
+        part = text[: length + 4]
+        return Request(tuple(part[:-1]), tuple(part[-4:]), length if protocol == "context" else 0, length)
+
+    score_documents(lm.wrapped, [[request(64)]], strategy)  # compiled, warm
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    score_documents(lm.wrapped, [[request(tokens)]], strategy)
+    seconds = time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"seconds": seconds, "peak_bytes": 1024 * (after - before)}
+
+
+if __name__ == "__main__":
+    main()
