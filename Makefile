@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 BOARD ?= leaderboard/quickstart
 
-.PHONY: help install leaderboard test test-all clean
+.PHONY: help install leaderboard board test test-all clean
 .DEFAULT_GOAL := help
 
 help: ## Show this help
@@ -39,6 +39,9 @@ leaderboard: $(STAMP) ## Run the quickstart sweep, print its leaderboard and wri
 	@$(BIN)/kvacc models path smollm2-135m
 	$(BIN)/kvacc run configs/quickstart.yaml --output $(BOARD)/runs
 	@$(BIN)/kvacc leaderboard $(BOARD)/runs --write $(BOARD) --quiet
+
+board: $(STAMP) ## Rebuild our published leaderboard from its results
+	$(BIN)/kvacc leaderboard leaderboard/paper/runs leaderboard/paradigms/runs --write leaderboard/smollm2-135m --quiet
 
 test: $(STAMP) ## Run the fast tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -7,7 +7,7 @@ A configuration is a YAML file (see ``configs/``)::
       - full                                   # short for {name: full}
       - {name: h2o, budgets: [0.5, 0.2], recent_fraction: 0.5}
     protocols: [stream]
-    tasks: auto
+    tasks: [piqa, {name: kvacc_needle, length: [512, 1024]}]
     limit: 100
 
 :func:`load_config` reports every mistake at once, each with ``file:line:column``.
@@ -37,6 +37,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     StrictBool,
     StrictInt,
     TypeAdapter,
@@ -69,9 +70,21 @@ def _one_of(what: str, allowed: Sequence[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _known_task(name: str) -> str:
+def _task_entry(value: Any) -> str | TaskEntry:
+    """A name, or a mapping with a name and options; without options it is its name."""
+    if isinstance(value, TaskEntry):
+        return value
+    if isinstance(value, dict):
+        entry = TaskEntry.model_validate(value)
+        return entry if entry.model_extra else entry.name
+    return _known_task(value)
+
+
+def _known_task(name: Any) -> str:
+    if not isinstance(name, str):
+        raise ValueError(f"{name!r} is no task; give a name, or {{name: ..., length: ...}}")
     if name != AUTO:
-        task_catalog.find_task(name)
+        task_catalog.members(name)
     return name
 
 
@@ -89,7 +102,7 @@ _Text = Annotated[str, Field(min_length=1)]
 _Count = Annotated[StrictInt, Field(ge=1)]
 _Natural = Annotated[StrictInt, Field(ge=0)]
 _Protocol = Annotated[str, _one_of("protocol", PROTOCOLS)]
-_Task = Annotated[str, AfterValidator(_known_task)]
+_Task = Annotated[Any, PlainValidator(_task_entry)]
 
 
 class _Part(BaseModel):
@@ -201,6 +214,70 @@ class StrategyEntry(BaseModel):
             yield tuple(named[:1]), str(error)
 
 
+class TaskEntry(BaseModel):
+    """A task or a group of tasks, and its options, which stand beside the name."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+
+    name: Annotated[str, AfterValidator(_known_task)] = Field(description="Name of the task or group.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> TaskEntry:
+        found = list(self._problems())
+        if found:
+            raise _faults(found)
+        return self
+
+    def asked(self) -> list[tuple[str, dict[str, Any]]]:
+        """(task, its options) for every task of the group and every length, in the order given."""
+        lengths = self.model_extra.get("length")
+        variants = (
+            [{**self.model_extra, "length": length} for length in lengths]
+            if isinstance(lengths, list)
+            else [dict(self.model_extra)]
+        )
+        return [
+            (name, self._taken(name, options))
+            for options in variants
+            for name in task_catalog.members(self.name)
+        ]
+
+    def _taken(self, name: str, options: dict[str, Any]) -> dict[str, Any]:
+        # A group's options go to those of its tasks that have them.
+        return options if name == self.name else task_catalog.taken_options(name, options)
+
+    def _problems(self) -> Iterator[tuple[tuple[str | int, ...], str, Any]]:
+        if self.name == AUTO:
+            for option, value in self.model_extra.items():
+                yield (option,), f"tasks: auto takes no options; {option} belongs to a task's name", value
+            return
+        lengths = self.model_extra.get("length")
+        if isinstance(lengths, list):
+            if not lengths:
+                yield ("length",), "an empty list plans nothing; give one length or more", lengths
+                return
+            repeated = [index for index, length in enumerate(lengths) if length in lengths[:index]]
+            for index in repeated:
+                yield ("length", index), f"{lengths[index]!r} is listed twice; keep one", lengths[index]
+        useless = set(self.model_extra) - {option for _, options in self.asked() for option in options}
+        for option in self.model_extra:
+            if option in useless:
+                yield (option,), task_catalog.no_such_option([self.name], option), self.model_extra[option]
+        said = set()
+        for task, options in self.asked():
+            for option, what in task_catalog.option_problems(task_catalog.find_task(task), options):
+                path = (option, lengths.index(options[option])) if _is_listed(option, lengths) else (option,)
+                # A group's tasks refuse a value in the same words.
+                if (path, what) not in said:
+                    said.add((path, what))
+                    yield path, what, options[option]
+
+
+def _is_listed(option: str, lengths: Any) -> bool:
+    """True when the option is one of several lengths, each of which stands at its own place."""
+    return option == "length" and isinstance(lengths, list)
+
+
 def strategy_from_words(name: str, options: Mapping[str, str]) -> Strategy:
     """The strategy with options as typed on a command line, under a budget of everything.
 
@@ -259,7 +336,9 @@ class RunConfig(_Part):
         default=["stream"], description="When compression acts."
     )
     tasks: Annotated[list[_Task], BeforeValidator(_wrap), Field(min_length=1)] = Field(
-        default=[AUTO], description="Task ids; auto: the six benchmarks, or the embedded tasks without them."
+        default=[AUTO],
+        description="Task ids, groups or mappings with options; auto: the six benchmarks, or the embedded "
+        "tasks without them.",
     )
     shots: Annotated[list[_Natural], BeforeValidator(_wrap), Field(min_length=1)] = Field(
         default=[0], description="Few-shot examples per prompt."
@@ -269,6 +348,9 @@ class RunConfig(_Part):
     data_dir: _Text | None = Field(default=None, description="Folder with the benchmarks' documents.")
     tail_tokens: _Count = Field(default=32, description="Tokens after the context when a task names none.")
     max_batch_tokens: _Count | None = Field(default=None, description="Most tokens in a batch; null decides.")
+    fidelity: StrictBool = Field(
+        default=False, description="Compare next-token distributions with full's too; costs time."
+    )
     include: Annotated[list[_Text], BeforeValidator(_wrap)] = Field(
         default=[], description="Python files with strategies of your own."
     )
@@ -279,6 +361,11 @@ class RunConfig(_Part):
         if found:
             raise _faults(found)
         return self
+
+    def asked_tasks(self) -> list[tuple[str, dict[str, Any]]]:
+        """(task, options) for every task, those of groups included; ``auto`` stays what it is."""
+        entries = [entry if isinstance(entry, TaskEntry) else TaskEntry(name=entry) for entry in self.tasks]
+        return [pair for entry in entries for pair in ([(AUTO, {})] if entry.name == AUTO else entry.asked())]
 
     def _repetitions(self) -> Iterator[tuple[tuple[str | int, ...], str, Any]]:
         for field in ("protocols", "tasks", "shots"):
@@ -327,6 +414,13 @@ class CellSpec:
     source: str
     """Where the documents come from: hub, folder or embedded."""
     why_source: str = dataclasses.field(default="", compare=False)
+    task_options: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    """Of a task that takes options, those that differ from the defaults; files by name and content."""
+    task_paths: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
+    """Where those files lie."""
+    fidelity: bool = False
+    """Compare every distribution with ``full``'s; a cell of ``full`` keeps its own for that, and is
+    the same cell without."""
 
     def asked(self) -> dict[str, Any]:
         """What was asked for, as plain values with the field names of a result's ``spec``."""
@@ -339,6 +433,10 @@ class CellSpec:
             "limit": self.limit,
             "seed": self.seed,
             "tail_tokens": self.tail_tokens,
+            # Ids of cells without options stay what they were before there were any.
+            **({"task_options": self.task_options} if self.task_options else {}),
+            # Only where it was asked for: ids of earlier cells stay what they are.
+            **({"fidelity": True} if self.fidelity and self.strategy.name != BASELINE else {}),
         }
 
     @property
@@ -352,7 +450,17 @@ class CellSpec:
         """``smollm2-135m h2o 0.2 stream piqa 0-shot``, for a person to read."""
         budget = f" {self.strategy.budget}" if self.strategy.has_budget else ""
         model = self.model.pretrained.rstrip("/").rsplit("/", 1)[-1]
-        return f"{model} {self.strategy.name}{budget} {self.protocol} {self.task} {self.shots}-shot"
+        options = "".join(f" {name}={_shown_option(value)}" for name, value in self.task_options.items())
+        return f"{model} {self.strategy.name}{budget} {self.protocol} {self.task}{options} {self.shots}-shot"
+
+    @property
+    def task_settings(self) -> dict[str, Any]:
+        """The task's options as :func:`kvacc.task_catalog.load_tasks` takes them."""
+        return {**self.task_options, **self.task_paths}
+
+
+def _shown_option(value: Any) -> str:
+    return ",".join(f"{part:g}" for part in value) if isinstance(value, list) else str(value)
 
 
 def _strategy_identity(strategy: Strategy) -> dict[str, Any]:
@@ -370,6 +478,7 @@ def load_config(
     path: str | os.PathLike[str],
     overrides: Iterable[str] = (),
     include: Iterable[str | os.PathLike[str]] = (),
+    task_options: Iterable[str] = (),
 ) -> RunConfig:
     """Read and check a configuration file, and include the strategy files that it names.
 
@@ -377,6 +486,7 @@ def load_config(
         path: a YAML file, or the name of a packaged one (``quickstart``).
         overrides: ``a.b.0=c``, applied in order; ``c`` is YAML.
         include: strategy files beside those that the configuration includes.
+        task_options: ``option=value`` for every task that takes it; ``value`` is YAML.
 
     Returns:
         The configuration, with local paths made absolute: those in the file stand
@@ -398,6 +508,8 @@ def load_config(
         apply_override(document, override)
     if isinstance(document.value, dict):
         document.value.setdefault("name", file.stem)
+        for option in task_options:
+            _apply_task_option(document, option)
         _resolve_folders(document, file.parent)
         _add_included(document, include)
     return _validated(document)
@@ -430,36 +542,58 @@ def plan_cells(config: RunConfig) -> list[CellSpec]:
         for strategy in sorted(strategies, key=lambda strategy: strategy.name != BASELINE):
             protocols = config.protocols[:1] if strategy.name == BASELINE else config.protocols
             for protocol in protocols:
-                for task, source, why in tasks:
+                for task in tasks:
                     for shots in config.shots:
                         spec = CellSpec(
-                            model, strategy, protocol, task, shots, config.limit, config.seed,
-                            config.tail_tokens, source, why,
+                            model, strategy, protocol, task.name, shots, config.limit, config.seed,
+                            config.tail_tokens, task.source, task.why, fidelity=config.fidelity,
+                            task_options=task.options, task_paths=task.paths,
                         )  # fmt: skip
                         planned.setdefault(spec.cell_id, spec)
     return list(planned.values())
 
 
-def _resolve_tasks(config: RunConfig) -> list[tuple[str, str, str]]:
-    """(task, source of its documents, why that source) for every task asked for.
+@dataclass(frozen=True)
+class _ResolvedTask:
+    """A task as it will be run."""
+
+    name: str
+    options: dict[str, Any]
+    paths: dict[str, str]
+    source: str
+    why: str
+    """Why the documents come from this source."""
+
+
+def _resolve_tasks(config: RunConfig) -> list[_ResolvedTask]:
+    """Every task asked for, each with its options once.
 
     Whether the hub has a task that is asked for by name shows when it is loaded, which is
     before any model is: it may be in the hub's local cache, without a network.
     """
     infos = task_catalog.task_names()
-    chosen: dict[str, str] = {}
-    for name in config.tasks:
+    chosen: dict[tuple[str, str], _ResolvedTask] = {}
+
+    def choose(name: str, options: dict[str, Any], why: str) -> None:
+        stated, paths = task_catalog.canonical_options(infos[name], options)
+        source = str(infos[name].source(config.data_dir))
+        if "texts" in paths:  # the user's own documents
+            source, why = str(task_catalog.TaskSource.FOLDER), "the option texts"
+        key = (name, json.dumps(stated, sort_keys=True))
+        chosen.setdefault(key, _ResolvedTask(name, stated, paths, source, why))
+
+    for name, options in config.asked_tasks():
         if name == AUTO:
             for task, why in _automatic_tasks(config.data_dir).items():
-                chosen.setdefault(task, why)
+                choose(task, {}, why)
         elif infos[name].source(config.data_dir) is task_catalog.TaskSource.HUB:
-            chosen.setdefault(name, "no data folder is named")
+            choose(name, options, "no data folder is named")
         else:
             usable, why = infos[name].available(config.data_dir)
             if not usable:
                 raise KvaccError(why)
-            chosen.setdefault(name, why)
-    return [(name, str(infos[name].source(config.data_dir)), why) for name, why in chosen.items()]
+            choose(name, options, why)
+    return list(chosen.values())
 
 
 def _automatic_tasks(data_dir: str | None) -> dict[str, str]:
@@ -499,7 +633,7 @@ def _resolve_folders(document: MarkedYaml, config_folder: Path) -> None:
     """Make local folders absolute, so that a run does not depend on where it was started."""
 
     def absolute(path: tuple[str | int, ...], text: str) -> Path:
-        base = Path.cwd() if document.where(path).startswith("--set ") else config_folder
+        base = Path.cwd() if document.where(path).startswith("--") else config_folder
         return Path(os.path.normpath(base / Path(text).expanduser()))
 
     data_dir = document.value.get("data_dir")
@@ -514,6 +648,15 @@ def _resolve_folders(document: MarkedYaml, config_folder: Path) -> None:
         folder = None
     if folder is not None and not folder.is_dir():
         document.fault(("data_dir",), f"no folder {folder}; name an existing one, or leave data_dir out")
+    tasks = document.value.get("tasks")
+    for index, task in enumerate(tasks if isinstance(tasks, list) else [tasks]):
+        for option in task_catalog.PATH_OPTIONS if isinstance(task, dict) else ():
+            if isinstance(task.get(option), str) and task[option]:
+                place = ("tasks", index, option) if isinstance(tasks, list) else ("tasks", option)
+                found = absolute(place, task[option])
+                task[option] = str(found)
+                if not found.exists():
+                    document.fault(place, f"no file or folder {found}; name an existing one")
     included = document.value.get("include")
     if isinstance(included, str):
         included = document.value["include"] = [included]
@@ -533,6 +676,38 @@ def _resolve_folders(document: MarkedYaml, config_folder: Path) -> None:
                 model["pretrained"] = str(local)
             else:
                 models[index] = str(local)
+
+
+def _apply_task_option(document: MarkedYaml, word: str) -> None:
+    """Give ``option=value`` to every task of the configuration that takes it."""
+    where = f"--task-option {word}"
+    option, equals, text = word.partition("=")
+    option = option.strip()
+    if not equals or not option:
+        what = "write OPTION=VALUE, such as length=1024 or depths=[0, 0.5, 1]"
+        document.faults.append(Fault(where, (), what))
+        return
+    new = read_marked(text, where)
+    document.faults.extend(Fault(where, (), fault.what) for fault in new.faults)
+    if new.faults:
+        return
+    tasks = document.value.get("tasks", AUTO)
+    tasks = document.value["tasks"] = tasks if isinstance(tasks, list) else [tasks]
+    takers = 0
+    for index, task in enumerate(tasks):
+        name = task.get("name") if isinstance(task, dict) else task
+        if not isinstance(name, str) or not task_catalog.takes_option(name, option):
+            continue
+        takers += 1
+        if not isinstance(task, dict):
+            tasks[index] = task = {"name": name}
+        task[option] = new.value
+        for mark in [mark for mark in document.marks if mark[:3] == ("tasks", index, option)]:
+            del document.marks[mark]
+        document.marks["tasks", index, option] = where
+    if not takers:
+        names = [str(task.get("name") if isinstance(task, dict) else task) for task in tasks]
+        document.faults.append(Fault(where, (), task_catalog.no_such_option(names, option)))
 
 
 def _add_included(document: MarkedYaml, paths: Iterable[str | os.PathLike[str]]) -> None:
@@ -604,9 +779,9 @@ def _as_fault(document: MarkedYaml, item: dict[str, Any]) -> Fault:
 
 def _is_field(path: tuple[str | int, ...]) -> bool:
     """True when the last part of ``path`` is a key that a configuration can have."""
-    if isinstance(path[-1], int):
+    if isinstance(path[-1], int) or (path[0] == "tasks" and path[-1] in task_catalog.every_option()):
         return True
-    return any(path[-1] in part.model_fields for part in (RunConfig, ModelEntry, StrategyEntry))
+    return any(path[-1] in part.model_fields for part in (RunConfig, ModelEntry, StrategyEntry, TaskEntry))
 
 
 def _sentence(item: dict[str, Any]) -> str:

@@ -19,7 +19,17 @@ from typing import Any
 
 GIB = 2**30
 
-PACKAGES = ("torch", "transformers", "lm-eval", "datasets", "accelerate", "pyarrow", "pydantic")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "lm-eval",
+    "datasets",
+    "accelerate",
+    "pyarrow",
+    "duckdb",
+    "pydantic",
+    "altair",
+)
 
 DATA_DIR_VARIABLE = "KVACC_DATA_DIR"
 

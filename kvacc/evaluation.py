@@ -22,10 +22,14 @@ from typing import TYPE_CHECKING, Any
 from kvacc import task_catalog
 from kvacc.environment import environment_of
 from kvacc.errors import KvaccError
-from kvacc.records import SELECTION, RequestRecord, mean_selection
+from kvacc.fidelity import curve_records, fidelity_record
+from kvacc.records import FIDELITY, SELECTION, RequestRecord, mean_selection
 from kvacc.results import (
     METRIC_PREFIX,
+    WHERE,
     CellResult,
+    CurveRecord,
+    FidelityRecord,
     MeasuredRecord,
     Score,
     SpecRecord,
@@ -51,7 +55,8 @@ def evaluate_cell(
 
     Args:
         spec: what to run; its model is the one that ``lm`` holds.
-        lm: a backend with ``use``, ``records``, ``clear_records`` and ``num_fewshot``.
+        lm: a backend with ``use``, ``records``, ``clear_records``, ``fidelity``, ``window`` and
+            ``num_fewshot``; with a ``meter`` too, if it measures fidelity or scores whole texts.
         task: from ``task_catalog.load_tasks``, with the number of shots set.
         model_fingerprint: what ``kvacc.models.fingerprint`` says, if known already.
 
@@ -66,6 +71,8 @@ def evaluate_cell(
 
     info = task_catalog.find_task(spec.task)
     require_shots(spec, task)
+    lm.fidelity = spec.fidelity
+    lm.window = spec.task_options.get("window")
     lm.use(spec.strategy, spec.protocol, spec.tail_tokens)
     # Where the context segment of a prompt ends depends on how many examples it begins with.
     lm.num_fewshot = spec.shots
@@ -92,6 +99,7 @@ def evaluate_cell(
     scores = _scores(spec.task, task, outcome["results"][spec.task], values, rows)
     _add_metric_columns(rows, values, scores)
     measured = _measured(rows, records)
+    fidelity = _fidelity(lm, rows, records)
     return CellResult(
         cell_id=spec.cell_id,
         spec=SpecRecord(**spec.asked()),
@@ -106,7 +114,7 @@ def evaluate_cell(
             primary_metric=_primary_metric(info.default_metric, scores),
             chance=info.chance,
             # Cells are published: the fingerprint names the documents, a path only the machine.
-            why_source="data folder" if spec.source == "folder" else spec.why_source,
+            why_source="data folder" if spec.source == "folder" and not spec.task_paths else spec.why_source,
         ),
         model=model_fingerprint or fingerprint_of(lm, spec),
         scores=scores,
@@ -120,7 +128,13 @@ def evaluate_cell(
         ),
         environment=environment_of(str(lm.device)),
         timing=TimingRecord(seconds=seconds, started=started.isoformat(timespec="seconds")),
-        warnings=_warnings(spec, info, measured, len(documents)),
+        fidelity=fidelity,
+        curve=_curve(lm, records),
+        warnings=[
+            *_warnings(spec, info, measured, len(documents)),
+            *_fidelity_warnings(spec, records),
+            *_calibration_warnings(spec, info),
+        ],
         samples=rows,
     )
 
@@ -245,7 +259,8 @@ def _rows(
                 "option": instance.idx,
                 "kind": record.kind,
                 **_answer(instance.request_type, instance.resps[0]),
-                "target": str(sample["target"]),
+                # Of a text scored as a whole, the target is the text: its hash is enough.
+                "target": "" if record.kind == "loglikelihood_rolling" else str(sample["target"]),
                 "kept_fraction": record.kept_fraction,
                 "acted": record.acted,
                 "prompt_tokens": record.prompt_tokens,
@@ -254,10 +269,17 @@ def _rows(
                 "truncated_tokens": record.truncated_tokens,
                 "budget_entries": record.budget_entries,
                 "bos_tokens": record.bos_tokens,
-                **{name: getattr(record, name) for name in SELECTION},
+                **{name: getattr(record, name) for name in (*SELECTION, *FIDELITY)},
+                **_where(spec, instance.doc),
             }
         )
     return rows
+
+
+def _where(spec: CellSpec, doc: dict[str, Any]) -> dict[str, Any]:
+    """Depth and length of a retention document; another task's fields of these names mean something else."""
+    generated = task_catalog.find_task(spec.task).generator is not None
+    return {name: doc.get(name) if generated else None for name in WHERE}
 
 
 def _answer(kind: str, response: Any) -> dict[str, Any]:
@@ -339,6 +361,36 @@ def _measured(rows: Sequence[dict[str, Any]], records: Sequence[RequestRecord]) 
         moved_bytes_per_token=selection.pop("moved_bytes"),
         **selection,
     )
+
+
+def _fidelity(
+    lm: LM, rows: Sequence[dict[str, Any]], records: Sequence[RequestRecord]
+) -> FidelityRecord | None:
+    meter = getattr(lm, "meter", None)
+    if meter is None:
+        return None
+    return fidelity_record(records, [row["cluster"] for row in rows], meter, lm.wrapped.layers)
+
+
+def _curve(lm: LM, records: Sequence[RequestRecord]) -> list[CurveRecord] | None:
+    meter = getattr(lm, "meter", None)
+    whole_texts = all(record.kind == "loglikelihood_rolling" for record in records)
+    return curve_records(meter) if meter is not None and records and whole_texts else None
+
+
+def _fidelity_warnings(spec: CellSpec, records: Sequence[RequestRecord]) -> list[str]:
+    if not spec.fidelity or spec.strategy.name == "full":
+        return []
+    unknown = sum(record.kl is None for record in records)
+    return [f"fidelity could not be measured on {unknown} of {len(records)} requests"] if unknown else []
+
+
+def _calibration_warnings(spec: CellSpec, info: Any) -> list[str]:
+    """A strategy must not have prepared itself on the text that it is judged by."""
+    prose = info.kind == task_catalog.LONGTEXT and spec.source == str(task_catalog.TaskSource.EMBEDDED)
+    if prose and spec.strategy.options().get("calibration") == "prose":
+        return ["calibrated on the evaluated text: give the task other texts, or another calibration"]
+    return []
 
 
 def _warnings(spec: CellSpec, info: Any, measured: MeasuredRecord, documents: int) -> list[str]:

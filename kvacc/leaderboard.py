@@ -20,11 +20,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvacc.errors import KvaccError
-from kvacc.leaderboard_rows import DID_NOT_ACT, NOT_SIGNIFICANT, Average, Row, averages, build
+from kvacc.leaderboard_rows import (
+    DID_NOT_ACT,
+    NOT_SIGNIFICANT,
+    Average,
+    Row,
+    averages,
+    build,
+    option_words,
+)
 from kvacc.records import as_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from kvacc.results import Cell
 
 __all__ = ["Average", "Row", "averages", "build", "render_table", "to_csv", "to_json", "to_markdown", "write"]
 
@@ -39,13 +49,30 @@ on the same items, in points, with a 95 % interval; `ns` marks an interval that 
 that cannot be compared. `flips` counts items lost / gained. `kept` is the measured share of KV \
 entries visible to a query, `sparsity` the rest; `acted` is the share of items on which the strategy \
 hid an entry; `out of reach` is the share of scored tokens predicted before any compression. `rank` \
-orders rows of one budget and protocol that keep equally much; other rows are not ranked.
+orders rows of one budget and protocol that keep equally much; other rows are not ranked. \
+`can show` is the smallest true drop, in points, that so many items would show in 4 of 5 runs: of \
+smaller ones a row says nothing. `p (Holm)` is the p-value of "no difference" adjusted for the number \
+of rows compared; exact, and by whole clusters where items share a text.
 """
 _SELECTION_EXPLANATION = """\
 Rows of strategies that select what each query reads from a cache in host memory: `moved/token` is \
 what was brought from there for each scored token, `mass` the share of the true attention that falls \
 on what was read, `recall` the share of the true top entries that were read, both over the layers \
 that select. Layers that read everything count in `kept`.
+"""
+_FIDELITY_EXPLANATION = """\
+`KL` is the divergence of the strategy's next-token distributions from the full cache's, in nats per \
+scored token (0: the same distributions); `agreement` is the share of scored tokens where both find \
+the same token most likely. `mass` is then known of every strategy: the share of the attention that a \
+query would have paid to all earlier tokens which falls on what it could read.
+"""
+
+
+_GRADED_EXPLANATION = """\
+Rows of retention tasks: `graded` counts parts of an answer, so that it still tells strategies apart \
+where every whole answer is wrong. Of multiple choice it is the probability of the right option among \
+the options (by chance as for the score), of a generated answer the share of its digits, words or \
+needles. The average over the retention tasks is the retention score.
 """
 
 
@@ -66,7 +93,7 @@ def render_table(rows: Sequence[Row], width: int | None = None) -> Table:
     Args:
         rows: from :func:`build`.
         width: columns of the terminal, by default the present one's. Where it is too
-            narrow, sparsity, out of reach, mass, recall, flips, rank, acted and moved/token are
+            narrow, sparsity, out of reach, mass, recall, agreement, flips, rank, acted and moved/token are
             left out, in this order.
     """
     import rich
@@ -87,20 +114,25 @@ def render_table(rows: Sequence[Row], width: int | None = None) -> Table:
         page.add_row(Text(_heading(block[0]), style="bold"))
         page.add_row(_block_table(block, columns, widths, gap))
         page.add_row("")
-    for heading, group in itertools.groupby(averages(rows), key=_tasks_averaged):
-        page.add_row(Text(f"average of {heading}", style="bold"))
-        page.add_row(_averages_table(list(group), gap))
+    for heading, members in itertools.groupby(averages(rows), key=_tasks_averaged):
+        group = list(members)
+        score = "retention score: " if group[0].kind == "retention" else ""
+        page.add_row(Text(f"{score}average of {heading}", style="bold"))
+        page.add_row(_averages_table(group, gap))
         page.add_row("")
     for note, mark in marks.items():
         page.add_row(Text(f"{mark}: {note}", style="dim"))
     return page
 
 
-def write(rows: Sequence[Row], folder: str | Path) -> list[Path]:
+def write(rows: Sequence[Row], folder: str | Path, cells: Sequence[Cell] | None = None) -> list[Path]:
     """Write leaderboard.md, .csv and .json; each file is replaced in one step.
 
+    Args:
+        cells: those of the rows; with them leaderboard.html (:mod:`kvacc.page`) is written too.
+
     Returns:
-        The three files.
+        The files.
 
     Raises:
         KvaccError: the folder cannot be written.
@@ -123,6 +155,10 @@ def write(rows: Sequence[Row], folder: str | Path) -> list[Path]:
         raise KvaccError(
             f"cannot write the leaderboard to {folder}: {error.strerror or error}; choose another folder"
         ) from None
+    if cells is not None:
+        from kvacc.page import write_page
+
+        written.append(write_page(cells, folder / "leaderboard.html", rows))
     return written
 
 
@@ -131,8 +167,12 @@ def to_markdown(rows: Sequence[Row]) -> str:
     lines = ["# Leaderboard", "", _EXPLANATION]
     if any(row.moved_bytes_per_token is not None for row in rows):
         lines.append(_SELECTION_EXPLANATION)
+    if any(row.kl is not None for row in rows):
+        lines.append(_FIDELITY_EXPLANATION)
+    if any(row.graded is not None for row in rows):
+        lines.append(_GRADED_EXPLANATION)
     notes = Column("notes", lambda row: "; ".join(row.notes) or NO_VALUE, to_right=False)
-    columns = [*_known(_COLUMNS, rows), notes]
+    columns = [*_known((*_COLUMNS, *_MARKDOWN_COLUMNS), rows), notes]
     for _, members in itertools.groupby(rows, key=lambda row: row.group):
         block = list(members)
         lines += [f"## {_escaped(_heading(block[0]))}", ""]
@@ -157,7 +197,8 @@ def to_csv(rows: Sequence[Row]) -> str:
     writer.writeheader()
     for row in rows:
         values = row.model_dump(mode="json")
-        values["options"] = json.dumps(values["options"], sort_keys=True)
+        for name in ("options", "task_options"):
+            values[name] = json.dumps(values[name], sort_keys=True)
         values["notes"] = "; ".join(row.notes)
         writer.writerow(values)
     return output.getvalue()
@@ -195,6 +236,12 @@ def _interval(value: float, low: float, high: float, digits: int = 1) -> str:
     return f"{ends} ns" if low <= 0 <= high else ends
 
 
+def _detectable(row: Row) -> str:
+    if row.detectable_drop is None:
+        return NO_VALUE
+    return f"{row.detectable_drop:.{1 if row.scale == 100 else 3}f}"
+
+
 def _flips(row: Row) -> str:
     return NO_VALUE if row.flips_lost is None else f"{row.flips_lost}/{row.flips_gained}"
 
@@ -220,18 +267,32 @@ _COLUMNS = (
     Column("protocol", lambda row: row.protocol, to_right=False),
     Column("score", _score),
     Column("difference", _difference),
+    _measured("graded", "graded", lambda share: f"{100 * share:.1f}"),
     Column("flips", _flips),
     Column("kept", lambda row: _percent(row.kept_fraction)),
     Column("sparsity", lambda row: _percent(row.sparsity)),
     _MOVED,
     _measured("mass", "attention_mass"),
     _measured("recall", "recall"),
+    _measured("KL", "kl", lambda nats: f"{nats:.3g}"),
+    _measured("agreement", "agreement"),
     Column("acted", _acted),
     Column("out of reach", lambda row: _percent(row.unreachable_share)),
     Column("rank", lambda row: NO_VALUE if row.rank is None else str(row.rank)),
 )
+# The terminal has no room for them.
+_MARKDOWN_COLUMNS = (
+    Column(
+        "can show",
+        _detectable,
+        known=lambda row: row.detectable_drop is not None,
+    ),
+    _measured("p (Holm)", "p_holm", lambda p: f"{p:.2g}"),
+)
 # From the least needed on; partial acting has a note, and ranks follow from the order.
-_DROPPED_FIRST = ("sparsity", "out of reach", "mass", "recall", "flips", "rank", "acted", _MOVED.title)
+_DROPPED_FIRST = (
+    "sparsity", "out of reach", "mass", "recall", "agreement", "flips", "rank", "acted", _MOVED.title,
+)  # fmt: skip
 
 
 def _known(columns: Sequence[Column], entries: Sequence[Row | Average]) -> list[Column]:
@@ -290,7 +351,7 @@ def _heading(row: Row) -> str:
     kind = "smoke test, " if row.kind == "smoke" else ""
     chance = "unknown" if row.chance is None else f"{row.scale * row.chance:.1f}"
     return (
-        f"{row.model} ({row.dtype}), {row.task}, {shots}: {kind}{row.items} items, {row.metric}, "
+        f"{row.model} ({row.dtype}), {row.task_label}, {shots}: {kind}{row.items} items, {row.metric}, "
         f"chance {chance}, data: {row.source}"
     )
 
@@ -299,7 +360,8 @@ def _tasks_averaged(entry: Average) -> str:
     shots = "the task's own shots" if entry.shots is None else f"{entry.shots}-shot"
     kind = "smoke-test" if entry.kind == "smoke" else entry.kind
     chance = f" (full at chance on {', '.join(entry.tasks_at_chance)})" if entry.tasks_at_chance else ""
-    count = f"{len(entry.tasks)} {kind} tasks"
+    options = "".join(f" {words}" for words in option_words(entry.task_options))
+    count = f"{len(entry.tasks)} {kind} tasks{options}"
     return f"{entry.model} ({entry.dtype}), {shots}, {count}: {', '.join(entry.tasks)}{chance}"
 
 
@@ -317,6 +379,7 @@ _AVERAGE_COLUMNS = (
     Column("protocol", lambda entry: entry.protocol, to_right=False),
     Column("score", lambda entry: NO_VALUE if entry.score is None else f"{entry.score:.1f}"),
     Column("difference", _average_difference),
+    _measured("graded", "graded", lambda percent: f"{percent:.1f}"),
     _measured("kept", "kept_fraction"),
     _MOVED,
 )

@@ -17,10 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvacc.budget import Budget
 from kvacc.pairing import Comparison, Items, compare, environment_differences, read_items, why_not_paired
 from kvacc.results import Cell
-from kvacc.statistics import is_at_chance
+from kvacc.statistics import holm, is_at_chance
 from kvacc.strategy import PROTOCOLS
 
 FULL = "full"
+GRADED = "graded"
+"""The metric of retention tasks that counts parts of answers and probabilities of right options."""
 KEPT_TOLERANCE = 0.01
 """Kept fractions that differ by more are unequal budgets, whatever the labels say."""
 
@@ -40,6 +42,8 @@ NOT_SIGNIFICANT = "interval spans 0 (ns)"
 _SHARES = {"acc", "acc_norm", "acc_bytes", "exact_match", "em", "f1"}
 _LOWER_IS_BETTER = ("perplexity", "bits_per_byte")
 _WHERE_NOT_WHAT = ("device", "device_map")
+_APART = ("length", "filler", "data_seed")
+"""Task options by which averages are kept apart."""
 
 
 class Row(BaseModel):
@@ -53,6 +57,9 @@ class Row(BaseModel):
     kind: str = Field(description="benchmark, smoke or retention.")
     source: str = Field(description="Where the documents came from.")
     shots: int | None = Field(description="Few-shot examples; null is the task's own number.")
+    task_options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the task that differ from its defaults."
+    )
     strategy: str = Field(description="Name of the strategy.")
     options: dict[str, Any] = Field(description="Every hyper-parameter except the budget.")
     label: str = Field(description="Strategy with the options in which rows of it differ.")
@@ -64,6 +71,10 @@ class Row(BaseModel):
     score: float = Field(description="Average over the items, in the metric's unit (accuracy: 0 to 1).")
     stderr: float | None = Field(description="Standard error of score, clustered where items are.")
     chance: float | None = Field(description="Score of guessing.")
+    graded: float | None = Field(
+        default=None, description="Of retention tasks: score with parts of answers counted, 0 to 1."
+    )
+    graded_stderr: float | None = Field(default=None, description="Standard error of graded.")
     unit: str = Field(description="Unit of the differences: points (hundredths) or the metric's own.")
     difference: float | None = Field(description="Score minus full's on the same items, in unit.")
     difference_low: float | None = Field(description="Lower end of its 95 % interval.")
@@ -72,6 +83,12 @@ class Row(BaseModel):
     why_no_difference: str | None = Field(description="Why difference is null; null for full.")
     flips_lost: int | None = Field(description="Items right under full and wrong here.")
     flips_gained: int | None = Field(description="Items wrong under full and right here.")
+    p_value: float | None = Field(default=None, description='Two-sided, of "no difference"; null for full.')
+    p_method: str | None = Field(default=None, description="Exact McNemar, sign flips of clusters, or t.")
+    p_holm: float | None = Field(default=None, description="p_value adjusted for all rows compared (Holm).")
+    detectable_drop: float | None = Field(
+        default=None, description="Smallest true drop such items would show, two-sided, 80 % power, in unit."
+    )
     kept_fraction: float = Field(description="Visible entries / tokens seen, as measured.")
     acted_share: float = Field(description="Share of documents on which the strategy hid an entry.")
     unreachable_share: float = Field(description="Share of scored tokens predicted before any compression.")
@@ -80,6 +97,15 @@ class Row(BaseModel):
     )
     attention_mass: float | None = Field(description="Share of the true attention on what was read.")
     recall: float | None = Field(description="Share of the true top entries that were read.")
+    kl: float | None = Field(
+        default=None, description="KL(full || strategy), nats per scored token; null where not measured."
+    )
+    agreement: float | None = Field(
+        default=None, description="Share of scored tokens with full's most likely token."
+    )
+    loglikelihood_difference: float | None = Field(
+        default=None, description="Strategy minus full, nats per scored token."
+    )
     rank: int | None = Field(description="Place within budget and protocol; null when that would be unfair.")
     causal: bool = Field(description="False when a score could depend on later tokens.")
     notes: list[str] = Field(description="What a reader of the row must know.")
@@ -110,9 +136,17 @@ class Row(BaseModel):
     def group(self) -> tuple:
         """Rows of one group stand in one table: same model, task and items."""
         return (
-            self.model, self.model_id, -1 if self.shots is None else self.shots, self.task, self.metric,
+            self.model, self.model_id, -1 if self.shots is None else self.shots, self.task,
+            # Short prompts before long ones.
+            self.task_options.get("length", 0), self.metric,
             -1 if self.limit is None else self.limit, self.seed, self.data_fingerprint, self.task_version,
+            _options_key(self.task_options),
         )  # fmt: skip
+
+    @property
+    def task_label(self) -> str:
+        """``kvacc_needle length=1024``: the task with its options."""
+        return " ".join([self.task, *option_words(self.task_options)])
 
 
 class Average(BaseModel):
@@ -124,12 +158,14 @@ class Average(BaseModel):
     dtype: str = Field(description="Number format of the weights.")
     kind: str = Field(description="benchmark, smoke or retention.")
     shots: int | None = Field(description="Few-shot examples.")
-    tasks: list[str] = Field(description="The tasks averaged.")
+    task_options: dict[str, Any] = Field(default_factory=dict, description="Options that all the tasks have.")
+    tasks: list[str] = Field(description="The tasks averaged, with options in which they differ.")
     tasks_at_chance: list[str] = Field(description="Those of them on which full is at chance.")
     label: str = Field(description="Strategy with the options in which rows of it differ.")
     budget: str | None = Field(description="Entries kept as asked for; null for full.")
     protocol: str = Field(description="stream, context or serve; any for full.")
     score: float | None = Field(description="Average of the tasks' scores, in percent.")
+    graded: float | None = Field(default=None, description="Average of the graded scores, in percent.")
     difference: float | None = Field(description="Average of the differences to full, in points.")
     difference_low: float | None = Field(description="Lower end of its 95 % interval.")
     difference_high: float | None = Field(description="Upper end of its 95 % interval.")
@@ -158,7 +194,7 @@ def build(cells: Iterable[Cell]) -> list[Row]:
             baselines[_what_was_asked(cell)].append(cell)
     labels = _labels(cells)
     rows = [_row(cell, baselines, items, labels[cell.cell_id]) for cell in cells]
-    return _ranked(rows)
+    return _ranked(_with_holm(rows))
 
 
 def averages(rows: Sequence[Row]) -> list[Average]:
@@ -173,17 +209,21 @@ def averages(rows: Sequence[Row]) -> list[Average]:
     groups: dict[tuple, list[Row]] = defaultdict(list)
     for row in rows:
         if row.unit == "points":
-            groups[row.model, row.model_id, row.kind, row.shots, row.limit, row.seed].append(row)
+            # Scores at different lengths are different questions, and averaged apart.
+            where = json.dumps({k: row.task_options.get(k) for k in _APART}, sort_keys=True)
+            groups[row.model, row.model_id, row.kind, row.shots, row.limit, row.seed, where].append(row)
     result = []
     for members in groups.values():
-        full = {row.task: row for row in members if row.is_full}
+        common = _common_options(members)
+        full = {_part(row, common): row for row in members if row.is_full}
         if len(full) < 2:
             continue
         entries: dict[tuple, dict[str, Row]] = defaultdict(dict)
         for row in members:
             options = json.dumps(row.options, sort_keys=True)
-            entries[() if row.is_full else (row.strategy, options, row.budget, row.protocol)][row.task] = row
-        found = [_average(full, by_task) for by_task in entries.values()]
+            whose = () if row.is_full else (row.strategy, options, row.budget, row.protocol)
+            entries[whose][_part(row, common)] = row
+        found = [_average(full, by_task, common) for by_task in entries.values()]
         result += sorted(found, key=_average_order)
     return result
 
@@ -202,6 +242,7 @@ def _row(cell: Cell, baselines: dict[tuple, list[Cell]], items: dict[str, Items]
     flipped = comparison.flips if comparison else None
     unit = "points" if task.primary_metric.split(",")[0] in _SHARES else task.primary_metric
     scale = 100 if unit == "points" else 1
+    graded = cell.scores.get(GRADED)
     return Row(
         model=_model_name(cell),
         dtype=str(cell.model.get("dtype") or spec.model.get("dtype") or "").removeprefix("torch."),
@@ -209,6 +250,7 @@ def _row(cell: Cell, baselines: dict[tuple, list[Cell]], items: dict[str, Items]
         kind=task.kind,
         source=task.source,
         shots=spec.shots,
+        task_options=spec.task_options,
         strategy=spec.strategy,
         options=spec.options,
         label=label,
@@ -220,6 +262,8 @@ def _row(cell: Cell, baselines: dict[tuple, list[Cell]], items: dict[str, Items]
         score=_rounded(cell.scores[task.primary_metric].value),
         stderr=_rounded(_stderr(cell, own)),
         chance=task.chance,
+        graded=_rounded(graded.value) if graded else None,
+        graded_stderr=_rounded(graded.stderr) if graded else None,
         unit=unit,
         difference=_rounded(difference.value, scale) if difference else None,
         difference_low=_rounded(difference.low, scale) if difference else None,
@@ -228,12 +272,18 @@ def _row(cell: Cell, baselines: dict[tuple, list[Cell]], items: dict[str, Items]
         why_no_difference=reason,
         flips_lost=flipped.lost if flipped else None,
         flips_gained=flipped.gained if flipped else None,
+        p_value=_rounded(comparison.p_value) if comparison else None,
+        p_method=comparison.p_method if comparison else None,
+        detectable_drop=_rounded(comparison.detectable, scale) if comparison else None,
         kept_fraction=_rounded(measured.kept_fraction),
         acted_share=_rounded(measured.acted_share),
         unreachable_share=_rounded(measured.unreachable_share),
         moved_bytes_per_token=_rounded(measured.moved_bytes_per_token),
         attention_mass=_rounded(measured.attention_mass),
         recall=_rounded(measured.recall),
+        kl=cell.fidelity.kl if cell.fidelity else None,
+        agreement=_rounded(cell.fidelity.agreement) if cell.fidelity else None,
+        loglikelihood_difference=_rounded(cell.fidelity.loglikelihood_difference) if cell.fidelity else None,
         rank=None,
         causal=cell.strategy.causal,
         notes=_notes(cell, full, comparison, reason, items),
@@ -332,6 +382,17 @@ def _ranked(rows: list[Row]) -> list[Row]:
     return sorted((changed.get(row.cell_id, row) for row in rows), key=_table_order)
 
 
+def _with_holm(rows: list[Row]) -> list[Row]:
+    """The p-values adjusted for their number: of many rows some differ by chance alone."""
+    compared = [row for row in rows if row.p_value is not None]
+    p_values = holm([row.p_value for row in compared])
+    adjusted = {row.cell_id: p for row, p in zip(compared, p_values, strict=True)}
+    return [
+        row.model_copy(update={"p_holm": _rounded(adjusted[row.cell_id])}) if row.cell_id in adjusted else row
+        for row in rows
+    ]
+
+
 def _table_order(row: Row) -> tuple:
     unfair = not row.causal or row.why_no_difference == DID_NOT_ACT
     return (
@@ -352,7 +413,31 @@ def _goodness(row: Row) -> float:
     return row.score if higher_is_better(row.metric) else -row.score
 
 
-def _average(full: dict[str, Row], by_task: dict[str, Row]) -> Average:
+def option_words(options: dict[str, Any]) -> list[str]:
+    """``["length=1024", "depths=0.1,0.9"]``"""
+    return [
+        f"{name}={','.join(f'{part:g}' for part in value) if isinstance(value, list) else value}"
+        for name, value in options.items()
+    ]
+
+
+def _options_key(options: dict[str, Any]) -> str:
+    return json.dumps(options, sort_keys=True)
+
+
+def _common_options(rows: Sequence[Row]) -> dict[str, Any]:
+    """The options that every row has with the same value."""
+    first, *rest = (row.task_options for row in rows)
+    return {k: v for k, v in first.items() if all(k in other and other[k] == v for other in rest)}
+
+
+def _part(row: Row, common: dict[str, Any]) -> str:
+    """What the row's task is called in an average: with the options that not all rows have."""
+    own = {name: value for name, value in row.task_options.items() if name not in common}
+    return " ".join([row.task, *option_words(own)])
+
+
+def _average(full: dict[str, Row], by_task: dict[str, Row], common: dict[str, Any]) -> Average:
     one = next(iter(by_task.values()))
     tasks = sorted(full)
     missing = [task for task in tasks if task not in by_task]
@@ -380,12 +465,14 @@ def _average(full: dict[str, Row], by_task: dict[str, Row]) -> Average:
         dtype=one.dtype,
         kind=one.kind,
         shots=one.shots,
+        task_options=common,
         tasks=tasks,
         tasks_at_chance=[task for task in tasks if AT_CHANCE in full[task].notes],
         label=one.label,
         budget=one.budget,
         protocol=one.protocol,
         score=_rounded(mean("score"), 100),
+        graded=_rounded(mean("graded"), 100),
         difference=_rounded(difference),
         difference_low=_rounded(low),
         difference_high=_rounded(high),
@@ -408,6 +495,11 @@ def _why_no_baseline(cell: Cell, baselines: dict[tuple, list[Cell]]) -> str:
         other for found in baselines.values() for other in found
         if (_model_id(other), other.spec.task) == (_model_id(cell), cell.spec.task)
     ]  # fmt: skip
+    options = {_options_key(other.spec.task_options): other.spec.task_options for other in same_task}
+    if options and _options_key(cell.spec.task_options) not in options:
+        found = "; ".join(" ".join(option_words(asked)) or "none" for asked in options.values())
+        own = " ".join(option_words(cell.spec.task_options)) or "none"
+        return f"full ran with task options {found}, this with {own}"
     for name in ("shots", "limit", "seed"):
         found = sorted({str(getattr(other.spec, name)) for other in same_task})
         if found and str(getattr(cell.spec, name)) not in found:
@@ -417,7 +509,7 @@ def _why_no_baseline(cell: Cell, baselines: dict[tuple, list[Cell]]) -> str:
 
 def _what_was_asked(cell: Cell) -> tuple:
     spec = cell.spec
-    return _model_id(cell), spec.task, spec.shots, spec.limit, spec.seed
+    return _model_id(cell), spec.task, spec.shots, spec.limit, spec.seed, _options_key(spec.task_options)
 
 
 def _model_id(cell: Cell) -> str:

@@ -17,6 +17,7 @@ a ``.writing-*`` folder, which the next writer removes.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -26,7 +27,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,7 +42,7 @@ from pydantic import (
 )
 
 from kvacc.errors import KvaccError
-from kvacc.records import SELECTION
+from kvacc.records import FIDELITY, SELECTION
 
 if TYPE_CHECKING:
     import pyarrow
@@ -74,11 +75,21 @@ SAMPLE_COLUMNS: dict[str, str] = {
     "moved_bytes": "float64",
     "attention_mass": "float64",
     "recall": "float64",
+    "kl": "float64",
+    "agreement": "float64",
+    "loglikelihood_difference": "float64",
+    "depth": "float64",
+    "length": "int64",
 }
 """Columns that every samples.parquet has, with their types; any may hold nulls."""
+WHERE = ("depth", "length")
+"""Of a retention task: where the asked fact lies in the haystack, 0 to 1 (null where that means
+nothing), and the prompt's length as asked for, in tokens. Null for other tasks."""
 
 # Sums of float32 probabilities exceed 1 by their rounding.
 _Share = Annotated[float, Field(ge=0, le=1 + 1e-4, allow_inf_nan=False)]
+_Natural = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 _TEMPORARY_PREFIX = ".writing-"
 _FOREIGN_LEFTOVER_AGE_S = 24 * 3600
@@ -106,6 +117,11 @@ class SpecRecord(_Record):
     limit: int | None = Field(default=None, description="First items of the task used; null is all.")
     seed: int = Field(default=1234, description="Seed of the few-shot sampler.")
     tail_tokens: int = Field(default=32, description="Tokens after the context where the task marks none.")
+    task_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Options of the task that differ from its defaults; a file by name and content hash.",
+    )
+    fidelity: bool = Field(default=False, description="Whether distributions were compared with full's.")
 
     @field_validator("budget", mode="before")
     @classmethod
@@ -167,7 +183,8 @@ class MeasuredRecord(_Record):
         default=None, ge=0, allow_inf_nan=False, description="Bytes from host memory per scored token."
     )
     attention_mass: _Share | None = Field(
-        default=None, description="Share of the true attention on what was read, over the layers that select."
+        default=None,
+        description="Share of the true attention on what was read, over layers in which the strategy acts.",
     )
     recall: _Share | None = Field(
         default=None, description="Share of the true top entries that were read, over the layers that select."
@@ -178,6 +195,51 @@ class MeasuredRecord(_Record):
     recall_by_layer: list[_Share | None] | None = Field(
         default=None, description="recall of each layer; null where it reads everything."
     )
+
+
+class PositionRecord(_Record):
+    """Means over the scored tokens whose queries stand at one bucket of positions."""
+
+    start: int = Field(ge=0, description="First position; 0 is the first token of a text or window.")
+    end: int = Field(ge=1, description="Position behind the last.")
+    tokens: int = Field(ge=1, description="Scored tokens.")
+    kl: _Natural = Field(description="KL(full || strategy), nats per token.")
+    agreement: _Share = Field(description="Share of tokens with the same most likely token.")
+    loglikelihood_difference: _Finite = Field(description="Strategy minus full, nats per token.")
+    mass: _Share | None = Field(
+        default=None, description="Attention mass, over the layers in which the strategy acts."
+    )
+
+
+class FidelityRecord(_Record):
+    """Distance of the strategy's next-token distributions from full's, on the same tokens."""
+
+    tokens: int = Field(ge=1, description="Tokens compared.")
+    kl: _Natural = Field(description="KL(full || strategy), nats per token.")
+    kl_stderr: _Natural | None = Field(default=None, description="Standard error, documents clustered.")
+    agreement: _Share = Field(description="Share of tokens with the same most likely token.")
+    agreement_stderr: _Natural | None = Field(default=None, description="Standard error, likewise.")
+    loglikelihood_difference: _Finite = Field(description="Strategy minus full, nats per token.")
+    loglikelihood_difference_stderr: _Natural | None = Field(
+        default=None, description="Standard error, likewise."
+    )
+    mass_by_layer_and_head: list[list[_Share] | None] | None = Field(
+        default=None,
+        description="Attention mass [layers][KV heads]: 1 where a layer reads everything, null where it "
+        "does not attend.",
+    )
+    by_position: list[PositionRecord] = Field(
+        default_factory=list, description="The same by position of the query, in buckets that double."
+    )
+
+
+class CurveRecord(_Record):
+    """Log-likelihood of the tokens predicted at one bucket of positions of a window."""
+
+    start: int = Field(ge=0, description="First position; 0 is the first token of a window.")
+    end: int = Field(ge=1, description="Position behind the last.")
+    tokens: int = Field(ge=1, description="Scored tokens.")
+    loglikelihood: _Finite = Field(description="Sum over them, nats; perplexity is exp(-sum / tokens).")
 
 
 class StrategyRecord(_Record):
@@ -224,6 +286,12 @@ class Cell(_Record):
     strategy: StrategyRecord = Field(description="What the strategy says about itself.")
     environment: EnvironmentRecord = Field(description="Versions and hardware.")
     timing: TimingRecord = Field(description="Time spent.")
+    fidelity: FidelityRecord | None = Field(
+        default=None, description="Distance from full; null where it was not measured."
+    )
+    curve: list[CurveRecord] | None = Field(
+        default=None, description="By position, of texts scored as a whole; null for other tasks."
+    )
     samples_sha256: str = Field(default="", description="Checksum of samples.parquet, set by write_cell.")
     warnings: list[str] = Field(default_factory=list, description="What a reader of the score must know.")
     record_sha256: str = Field(default="", description="Checksum of this file, set by write_cell.")
@@ -278,7 +346,8 @@ class CellResult(Cell):
 def samples_table(samples: Sequence[dict[str, Any]] | pyarrow.Table) -> pyarrow.Table:
     """Samples with every column of :data:`SAMPLE_COLUMNS`, typed, sorted by document and option.
 
-    Those of :data:`kvacc.records.SELECTION` may be missing, as in older files, and are null then.
+    Those of :data:`kvacc.records.SELECTION`, :data:`kvacc.records.FIDELITY` and :data:`WHERE` may be
+    missing, as in older files, and are null then.
 
     Raises:
         KvaccError: a column is missing, or a score is not a number (NaN).
@@ -286,9 +355,10 @@ def samples_table(samples: Sequence[dict[str, Any]] | pyarrow.Table) -> pyarrow.
     import pyarrow
 
     table = samples if isinstance(samples, pyarrow.Table) else _table_of_dicts(samples)
-    for name in SELECTION:
+    for name in (*SELECTION, *FIDELITY, *WHERE):
         if name not in table.column_names:
-            table = table.append_column(name, pyarrow.nulls(len(table), pyarrow.float64()))
+            kind = pyarrow.type_for_alias(SAMPLE_COLUMNS[name])
+            table = table.append_column(name, pyarrow.nulls(len(table), kind))
     missing = [name for name in SAMPLE_COLUMNS if name not in table.column_names]
     if missing:
         raise KvaccError(f"samples lack the columns {', '.join(missing)}; every request must record them")
@@ -300,7 +370,7 @@ def samples_table(samples: Sequence[dict[str, Any]] | pyarrow.Table) -> pyarrow.
     except pyarrow.ArrowInvalid as error:
         raise KvaccError(f"samples have a value of the wrong type: {_one_line(error)}") from None
     typed = pyarrow.table({**columns, **{name: table[name] for name in extra}})
-    _refuse_nan(typed, ["loglikelihood", "kept_fraction", *SELECTION, *metrics], "samples")
+    _refuse_nan(typed, ["loglikelihood", "kept_fraction", *SELECTION, *FIDELITY, *metrics], "samples")
     return typed.sort_by([("doc_id", "ascending"), ("option", "ascending")])
 
 
@@ -322,7 +392,7 @@ def write_cell(folder: str | Path, result: CellResult) -> Path:
     folder = Path(folder)
     table = samples_table(result.samples)
     target = folder / result.cell_id
-    temporary = folder / _temporary_name(result.cell_id)
+    temporary = folder / temporary_name(result.cell_id)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
@@ -373,8 +443,13 @@ def read_cell(path: str | Path) -> Cell:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "the file"
+        if first["type"] == "extra_forbidden" and _is_unedited(content):
+            # Optional fields are added without a new schema_version. Not damage, so never replaced.
+            raise _FromNewerVersion(
+                f"{cell_path}: {field} is not known to this kvacc; a newer one wrote it: update kvacc"
+            ) from None
         raise KvaccError(f"{cell_path}: {field}: {_one_line(first['msg'])}; {mend}") from None
-    if _sha256_of_record({**content, "record_sha256": ""}) != cell.record_sha256:
+    if not _is_unedited(content):
         raise KvaccError(f"{cell_path} was edited after it was written (its checksum differs); {mend}")
     if cell.cell_id != folder.resolve().name:
         raise KvaccError(
@@ -409,21 +484,78 @@ def read_cells(paths: Iterable[str | Path] | str | Path) -> list[Cell]:
     if not paths:
         raise KvaccError("no results folder given; name one or more, such as results/quickstart")
     found: dict[str, Cell] = {}
+    for folder in find_folders(paths):
+        cell = read_cell(folder)
+        other = found.setdefault(cell.cell_id, cell)
+        if other is not cell and (conflict := conflict_of(other, cell)):
+            raise KvaccError(conflict)
+    return [found[cell_id] for cell_id in sorted(found)]
+
+
+def find_folders(paths: Iterable[str | Path]) -> list[Path]:
+    """The folders of the cells below the given run folders, unread and in order.
+
+    Raises:
+        KvaccError: a path does not exist, or has no cell below it.
+    """
+    found: dict[Path, None] = {}
     for path in map(Path, paths):
         if not path.exists():
             raise KvaccError(f"results folder {path} does not exist; make it with: kvacc run CONFIG")
         folders = list(_cell_folders(path.parent if path.name == CELL_FILE else path))
         if not folders:
             raise KvaccError(f"results folder {path} holds no finished cell; fill it with: kvacc run CONFIG")
-        for folder in folders:
-            cell = read_cell(folder)
-            other = found.setdefault(cell.cell_id, cell)
-            if other is not cell and not _same_results(other, cell):
+        found.update(dict.fromkeys(folders))
+    return list(found)
+
+
+def conflict_of(one: Cell, other: Cell) -> str | None:
+    """What is wrong with two folders that hold the same cell; None when their results are equal."""
+    if _same_results(one, other):
+        return None
+    return (
+        f"cell {one.cell_id} has different results in {one.folder} and {other.folder}; "
+        "keep one of the two folders"
+    )
+
+
+def copy_cell(cell: Cell, folder: str | Path) -> Path:
+    """Copy a cell that was read from a folder to ``<folder>/<cell_id>``, as :func:`write_cell` writes one.
+
+    Returns:
+        The cell's new folder. A valid cell that is there already stays.
+
+    Raises:
+        KvaccError: the folder cannot be written, or the cell was damaged since it was read.
+    """
+    if cell.folder is None:
+        raise KvaccError(f"cell {cell.cell_id} was not read from a folder; use write_cell")
+    folder, source = Path(folder), cell.folder
+    target = folder / cell.cell_id
+    temporary = folder / temporary_name(cell.cell_id)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
+        temporary.mkdir()
+        try:
+            for name in (SAMPLES_FILE, CELL_FILE):
+                shutil.copyfile(source / name, temporary / name)
+                _fsync(temporary / name)
+            _verify_samples(temporary / SAMPLES_FILE, cell.samples_sha256)
+            if json.loads((temporary / CELL_FILE).read_bytes()).get("record_sha256") != cell.record_sha256:
                 raise KvaccError(
-                    f"cell {cell.cell_id} has different results in {other.folder} and {cell.folder}; "
-                    "keep one of the two folders"
+                    f"{source / CELL_FILE} changed while it was copied; run the same command again"
                 )
-    return [found[cell_id] for cell_id in sorted(found)]
+            _fsync(temporary)
+            _publish(temporary, target)
+            _fsync(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        raise KvaccError(
+            f"cannot copy {source} to {folder}: {error.strerror or error}; choose another output folder"
+        ) from None
+    return target
 
 
 def remove_leftovers(folder: str | Path) -> list[Path]:
@@ -438,6 +570,31 @@ def remove_leftovers(folder: str | Path) -> list[Path]:
             shutil.rmtree(path, ignore_errors=True)
             removed.append(path)
     return removed
+
+
+@contextlib.contextmanager
+def exclusive(folder: str | Path) -> Iterator[bool]:
+    """Hold a folder against other processes that ask for it so. The system gives it back when one is killed.
+
+    Yields:
+        True when the folder is held; False where the file system has no such locks.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        # Windows.
+        yield False
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            held = True
+        except OSError:
+            held = False
+        yield held
+    finally:
+        os.close(descriptor)
 
 
 class _FromNewerVersion(KvaccError):
@@ -457,6 +614,10 @@ def _require_schema(content: Any, cell_path: Path, mend: str) -> None:
         )
 
 
+def _is_unedited(content: dict[str, Any]) -> bool:
+    return _sha256_of_record(content) == content.get("record_sha256")
+
+
 def _publish(temporary: Path, target: Path) -> None:
     """Rename to the final name, unless a valid cell is already there."""
     for _ in range(2):
@@ -473,7 +634,7 @@ def _publish(temporary: Path, target: Path) -> None:
             raise
         except KvaccError:
             # Damaged: renamed away first, so that no reader meets a half-deleted cell.
-            discarded = target.parent / _temporary_name(target.name)
+            discarded = target.parent / temporary_name(target.name)
             os.rename(target, discarded)
             if discarded.is_dir():
                 shutil.rmtree(discarded)
@@ -482,14 +643,15 @@ def _publish(temporary: Path, target: Path) -> None:
     os.rename(temporary, target)
 
 
-def _temporary_name(cell_id: str) -> str:
+def temporary_name(cell_id: str) -> str:
+    """A folder's name that says who writes in it, for :func:`remove_leftovers`."""
     host = socket.gethostname().replace("@", "_").replace("/", "_") or "localhost"
     return f"{_TEMPORARY_PREFIX}{cell_id}@{host}@{os.getpid()}@{_PROCESS_TOKEN}{next(_COUNTER)}"
 
 
 def _is_abandoned(path: Path) -> bool:
     parts = path.name.split("@")
-    own = _temporary_name("x").split("@")
+    own = temporary_name("x").split("@")
     if len(parts) != 4 or parts[1] != own[1] or not parts[2].isdigit():
         try:
             return time.time() - path.stat().st_mtime > _FOREIGN_LEFTOVER_AGE_S
@@ -569,10 +731,15 @@ def _verify_samples(path: Path, sha256: str) -> None:
 
 
 def _read_samples(path: Path, sha256: str) -> pyarrow.Table:
+    import pyarrow
     import pyarrow.parquet
 
     _verify_samples(path, sha256)
-    return samples_table(pyarrow.parquet.read_table(path))
+    try:
+        return samples_table(pyarrow.parquet.read_table(path))
+    except (KvaccError, pyarrow.ArrowException) as error:
+        # The checksum is right: it was written so, by something else than write_cell.
+        raise KvaccError(f"{path}: {_one_line(error)}; delete the folder {path.parent}") from None
 
 
 def _sha256_of_file(path: Path) -> str:

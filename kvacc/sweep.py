@@ -23,7 +23,7 @@ import kvacc
 from kvacc import results, task_catalog
 from kvacc.config import CellSpec, ModelEntry, RunConfig, plan_cells
 from kvacc.errors import KvaccError
-from kvacc.records import selection_words
+from kvacc.records import fidelity_words, selection_words
 from kvacc.sweep_progress import SweepProgress, as_duration, reporting
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ _WITHOUT_INFLUENCE = ("max_batch_tokens", "device", "device_map")
 _DOCUMENTS_WEIGHED = 20
 
 LoadModel = Callable[[ModelEntry, RunConfig], "LM"]
+TaskKey = tuple[str, str, str, int]
+"""What decides a task's prompts: name, options, the tokenizer it is made for, shots."""
 
 
 @dataclass
@@ -76,7 +78,8 @@ def run_sweep(
         output_dir: the run's folder, made when needed.
         console: where progress is shown; by default the standard error stream.
         extend: add the cells to a folder made by another configuration.
-        load_model: gives the backend for a model; by default :class:`kvacc.KvaccLM`.
+        load_model: gives the backend for a model; by default :class:`kvacc.KvaccLM`. With another
+            one, retention tasks count their length by words, because its tokenizer is not known.
 
     Returns:
         What was computed, skipped and refused. A cell that fails for a reason that the
@@ -106,13 +109,13 @@ def run_sweep(
     if finished:
         progress.say(f"{len(finished)} of {len(cells)} cells are finished already")
     # Before any model is loaded: what is wrong with a task or the folder shows in seconds.
-    tasks = _load_tasks(pending, config)
-    _refuse_changed_documents(finished, tasks, config.limit)
+    tasks = _load_tasks(pending, config, None if load_model else _load_tokenizer)
+    _refuse_changed_documents([spec for spec in cells if spec.cell_id in finished], finished, tasks)
     _claim(folder, run, extend)
     if not pending:
         return report
     _require_writable(folder / CELLS_FOLDER)
-    work = {spec.cell_id: _work(spec, tasks[spec.task, spec.shots]) for spec in pending}
+    work = {spec.cell_id: _work(spec, tasks[_task_key(spec)]) for spec in pending}
 
     with SweepProgress(console, len(pending), sum(work.values())) as progress, _resumable(report, progress):
         for model, specs in _by_model(pending):
@@ -128,7 +131,7 @@ def run_sweep(
 def _run_model(
     lm: LM,
     specs: Sequence[CellSpec],
-    tasks: dict[tuple[str, int], Task],
+    tasks: dict[TaskKey, Task],
     finished: dict[str, results.Cell],
     work: dict[str, float],
     progress: SweepProgress,
@@ -147,7 +150,7 @@ def _run_model(
             continue
         try:
             with reporting(lm, progress), _explained_memory(spec):
-                result = evaluate_cell(spec, lm, tasks[spec.task, spec.shots], model_fingerprint=fingerprint)
+                result = evaluate_cell(spec, lm, tasks[_task_key(spec)], model_fingerprint=fingerprint)
         except KvaccError as error:
             report.failed[spec.label] = str(error)
             progress.finish_cell(f"failed: {error}")
@@ -164,21 +167,47 @@ def _load_model(model: ModelEntry, config: RunConfig) -> LM:
     return KvaccLM(**given, max_batch_tokens=config.max_batch_tokens)
 
 
-def _load_tasks(pending: Sequence[CellSpec], config: RunConfig) -> dict[tuple[str, int], Task]:
-    """lm-eval's task for each (name, shots).
+def _load_tokenizer(model: ModelEntry) -> Any:
+    from kvacc.models import load_tokenizer
+
+    names = ("revision", "trust_remote_code", "gguf_file")
+    return load_tokenizer(model.pretrained, **{name: getattr(model, name) for name in names})
+
+
+def _task_key(spec: CellSpec) -> TaskKey:
+    # Only a task that is generated depends on the model: its length counts the model's tokens.
+    generated = task_catalog.find_task(spec.task).generator is not None
+    model = json.dumps(spec.model.identity(), sort_keys=True) if generated else ""
+    return spec.task, json.dumps(spec.task_options, sort_keys=True), model, spec.shots
+
+
+def _load_tasks(
+    pending: Sequence[CellSpec], config: RunConfig, load_tokenizer: Callable[[ModelEntry], Any] | None
+) -> dict[TaskKey, Task]:
+    """lm-eval's task for each key, generated ones by the model's own tokenizer.
 
     Raises:
-        KvaccError: its documents cannot be loaded, or are too few for the shots.
+        KvaccError: its documents cannot be loaded or made, or are too few for the shots.
     """
     from kvacc.evaluation import require_shots
 
-    tasks: dict[tuple[str, int], Task] = {}
-    for shots in dict.fromkeys(spec.shots for spec in pending):
-        names = list(dict.fromkeys(spec.task for spec in pending if spec.shots == shots))
-        loaded = task_catalog.load_tasks(names, data_dir=config.data_dir, num_fewshot=shots, seed=config.seed)
-        tasks |= {(name, shots): loaded[name] for name in names}
+    tasks: dict[TaskKey, Task] = {}
+    tokenizers: dict[str, Any] = {}
     for spec in pending:
-        require_shots(spec, tasks[spec.task, spec.shots])
+        key = _task_key(spec)
+        if key not in tasks:
+            model = key[2]
+            if model and load_tokenizer and model not in tokenizers:
+                tokenizers[model] = load_tokenizer(spec.model)
+            tasks[key] = task_catalog.load_tasks(
+                [spec.task],
+                data_dir=config.data_dir,
+                num_fewshot=spec.shots,
+                seed=config.seed,
+                options=spec.task_settings,
+                tokenizer=tokenizers.get(model),
+            )[spec.task]
+        require_shots(spec, tasks[key])
     return tasks
 
 
@@ -240,6 +269,7 @@ def _outcome(result: results.CellResult) -> str:
         f"{metric} {score.value:.3f}{error}",
         f"kept {measured.kept_fraction:.3f}",
         *selection_words(measured.moved_bytes_per_token, measured.attention_mass, measured.recall),
+        *(fidelity_words(result.fidelity.kl, result.fidelity.agreement) if result.fidelity else ()),
         f"acted on {measured.acted_items}/{result.task.num_items} items",
         as_duration(result.timing.seconds),
     ]
@@ -284,13 +314,18 @@ def _claim(folder: Path, run: dict[str, Any], extend: bool) -> None:
     path = folder / RUN_FILE
     content = {"schema_version": _RUN_SCHEMA, "kvacc": kvacc.__version__, "runs": [run]}
     with _explained_writing(folder):
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            if _write(path, content, replace=False):
+        folder.mkdir(parents=True, exist_ok=True)
+        # Two sweeps that extend a folder at once would each write the runs that it has read.
+        with results.exclusive(folder) as alone:
+            if alone:
+                for leftover in folder.glob(f".{RUN_FILE}-*"):
+                    leftover.unlink(missing_ok=True)
+            results.remove_leftovers(folder / CELLS_FOLDER)
+            if not path.exists() and _write(path, content, replace=False):
                 return
-        known = _refuse_other_run(folder, run, extend)
-        if not _is_among(run, known):
-            _write(path, {**content, "runs": [*known, run]}, replace=True)
+            known = _refuse_other_run(folder, run, extend)
+            if not _is_among(run, known):
+                _write(path, {**content, "runs": [*known, run]}, replace=True)
 
 
 def _read_run(path: Path) -> list[dict[str, Any]]:
@@ -353,12 +388,18 @@ def _shown(flat: dict[str, Any], key: str) -> str:
 
 
 def _refuse_changed_documents(
-    finished: dict[str, results.Cell], tasks: dict[tuple[str, int], Task], limit: int | None
+    specs: Sequence[CellSpec], finished: dict[str, results.Cell], tasks: dict[TaskKey, Task]
 ) -> None:
-    prints = {name: task_catalog.data_fingerprint(task, limit) for (name, _), task in tasks.items()}
-    for cell in finished.values():
-        now = prints.get(cell.task.name)
-        if now is not None and now != cell.task.data_fingerprint:
+    # Examples come from the same documents, so another number of shots says as much of them.
+    loaded = {key[:-1]: task for key, task in tasks.items()}
+    prints: dict[tuple, str] = {}
+    for spec in specs:
+        key, cell = _task_key(spec)[:-1], finished[spec.cell_id]
+        if key not in loaded:
+            continue
+        if key not in prints:
+            prints[key] = task_catalog.data_fingerprint(loaded[key], spec.limit)
+        if prints[key] != cell.task.data_fingerprint:
             raise KvaccError(
                 f"the documents of task {cell.task.name!r} have changed since cell {cell.cell_id} was "
                 "computed; give another --output"
@@ -379,9 +420,10 @@ def _refuse_changed_model(
 def _require_writable(folder: Path) -> None:
     with _explained_writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{secrets.token_hex(8)}"
-        probe.touch()
-        probe.unlink()
+        # Named as cells are while they are written, so that a later run removes one left by a kill.
+        probe = folder / results.temporary_name("probe")
+        probe.mkdir()
+        probe.rmdir()
 
 
 def _write(path: Path, content: dict[str, Any], *, replace: bool) -> bool:

@@ -139,6 +139,8 @@ def test_cell_json_has_the_documented_layout(tmp_path):
         "strategy",
         "environment",
         "timing",
+        "fidelity",
+        "curve",
         "samples_sha256",
         "warnings",
         "record_sha256",
@@ -382,7 +384,7 @@ def make_result_record(tmp_path):
 def test_only_abandoned_leftovers_are_removed(tmp_path):
     import kvacc.results as module
 
-    own = tmp_path / module._temporary_name("mine")
+    own = tmp_path / module.temporary_name("mine")
     host = own.name.split("@")[1]
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()

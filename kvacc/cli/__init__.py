@@ -14,6 +14,12 @@ from kvacc.cli.lazy import LazyGroup
 COMMANDS = {
     "run": ("kvacc.cli.run:run", "Run a sweep of models, strategies, budgets and tasks."),
     "leaderboard": ("kvacc.cli.leaderboard:leaderboard", "Compare results, paired with the full cache."),
+    "plot": ("kvacc.cli.plot:plot", "Draw results: budget, pareto, heatmap, fidelity, kept entries."),
+    "curve": ("kvacc.cli.curve:curve", "Perplexity by position over long texts, beside full."),
+    "check": ("kvacc.cli.check:check", "Gate for CI: compare results with a committed baseline."),
+    "baseline": ("kvacc.cli.baseline:baseline", "Make, change or show a baseline for kvacc check."),
+    "calibrate": ("kvacc.cli.calibrate:calibrate", "Find the smallest budget that stays within a margin."),
+    "results": ("kvacc.cli.results:results", "List, compare, export, merge and check results."),
     "strategies": ("kvacc.cli.strategies:strategies", "List the strategies, or show one with its options."),
     "verify": ("kvacc.cli.verify:verify", "Check a strategy, your own included, against ten invariants."),
     "tasks": ("kvacc.cli.tasks:tasks", "List the tasks, or show one and whether its data is here."),
@@ -26,7 +32,7 @@ COMMANDS = {
 @click.group(
     cls=LazyGroup,
     commands_table=COMMANDS,
-    resumable=["run"],
+    resumable=["run", "calibrate"],
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Start with: kvacc run quickstart",
 )

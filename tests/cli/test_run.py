@@ -171,6 +171,7 @@ def test_leaderboard_prints_and_writes(config, tmp_path):
         "leaderboard.md",
         "leaderboard.csv",
         "leaderboard.json",
+        "leaderboard.html",
     }
     quiet = kvacc("leaderboard", "out", "--write", "board", "--quiet")
     assert "h2o" not in quiet.stdout and "leaderboard.md" in quiet.stdout
