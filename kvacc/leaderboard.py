@@ -13,13 +13,11 @@ import csv
 import io
 import itertools
 import json
-import os
-import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvacc.errors import KvaccError
+from kvacc.files import write_whole
 from kvacc.leaderboard_rows import (
     DID_NOT_ACT,
     NOT_SIGNIFICANT,
@@ -43,7 +41,7 @@ FILES = ("leaderboard.md", "leaderboard.csv", "leaderboard.json")
 _GAPS = (2, 1)
 """Blanks between columns: the first that fits."""
 
-_EXPLANATION = """\
+EXPLANATION = """\
 Scores are in percent with their standard error. `difference` is the score minus the full cache's \
 on the same items, in points, with a 95 % interval; `ns` marks an interval that spans 0, `-` a row \
 that cannot be compared. `flips` counts items lost / gained. `kept` is the measured share of KV \
@@ -54,13 +52,13 @@ orders rows of one budget and protocol that keep equally much; other rows are no
 smaller ones a row says nothing. `p (Holm)` is the p-value of "no difference" adjusted for the number \
 of rows compared; exact, and by whole clusters where items share a text.
 """
-_SELECTION_EXPLANATION = """\
+SELECTION_EXPLANATION = """\
 Rows of strategies that select what each query reads from a cache in host memory: `moved/token` is \
 what was brought from there for each scored token, `mass` the share of the true attention that falls \
 on what was read, `recall` the share of the true top entries that were read, both over the layers \
 that select. Layers that read everything count in `kept`.
 """
-_FIDELITY_EXPLANATION = """\
+FIDELITY_EXPLANATION = """\
 `KL` is the divergence of the strategy's next-token distributions from the full cache's, in nats per \
 scored token (0: the same distributions); `agreement` is the share of scored tokens where both find \
 the same token most likely. `mass` is then known of every strategy: the share of the attention that a \
@@ -68,7 +66,7 @@ query would have paid to all earlier tokens which falls on what it could read.
 """
 
 
-_GRADED_EXPLANATION = """\
+GRADED_EXPLANATION = """\
 Rows of retention tasks: `graded` counts parts of an answer, so that it still tells strategies apart \
 where every whole answer is wrong. Of multiple choice it is the probability of the right option among \
 the options (by chance as for the score), of a generated answer the share of its digits, words or \
@@ -111,10 +109,10 @@ def render_table(rows: Sequence[Row], width: int | None = None) -> Table:
     page.add_column(overflow="fold")
     for _, members in itertools.groupby(rows, key=lambda row: row.group):
         block = list(members)
-        page.add_row(Text(_heading(block[0]), style="bold"))
+        page.add_row(Text(heading_of(block[0]), style="bold"))
         page.add_row(_block_table(block, columns, widths, gap))
         page.add_row("")
-    for heading, members in itertools.groupby(averages(rows), key=_tasks_averaged):
+    for heading, members in itertools.groupby(averages(rows), key=tasks_averaged):
         group = list(members)
         score = "retention score: " if group[0].kind == "retention" else ""
         page.add_row(Text(f"{score}average of {heading}", style="bold"))
@@ -139,22 +137,10 @@ def write(rows: Sequence[Row], folder: str | Path, cells: Sequence[Cell] | None 
     """
     folder = Path(folder)
     texts = (to_markdown(rows), to_csv(rows), to_json(rows))
-    written = []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in zip(FILES, texts, strict=True):
-            path = folder / name
-            temporary = folder / f".{name}.{os.getpid()}.{secrets.token_hex(4)}"
-            try:
-                temporary.write_text(text, encoding="utf-8", newline="\n")
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
-            written.append(path)
-    except OSError as error:
-        raise KvaccError(
-            f"cannot write the leaderboard to {folder}: {error.strerror or error}; choose another folder"
-        ) from None
+    written = [
+        write_whole(folder / name, text, mend="choose another folder")
+        for name, text in zip(FILES, texts, strict=True)
+    ]
     if cells is not None:
         from kvacc.page import write_page
 
@@ -164,25 +150,26 @@ def write(rows: Sequence[Row], folder: str | Path, cells: Sequence[Cell] | None 
 
 def to_markdown(rows: Sequence[Row]) -> str:
     """The whole leaderboard as Markdown, every column and note in words."""
-    lines = ["# Leaderboard", "", _EXPLANATION]
+    lines = ["# Leaderboard", "", EXPLANATION]
     if any(row.moved_bytes_per_token is not None for row in rows):
-        lines.append(_SELECTION_EXPLANATION)
+        lines.append(SELECTION_EXPLANATION)
     if any(row.kl is not None for row in rows):
-        lines.append(_FIDELITY_EXPLANATION)
+        lines.append(FIDELITY_EXPLANATION)
     if any(row.graded is not None for row in rows):
-        lines.append(_GRADED_EXPLANATION)
+        lines.append(GRADED_EXPLANATION)
     notes = Column("notes", lambda row: "; ".join(row.notes) or NO_VALUE, to_right=False)
-    columns = [*_known((*_COLUMNS, *_MARKDOWN_COLUMNS), rows), notes]
+    columns = [*known_columns((*COLUMNS, *_MARKDOWN_COLUMNS), rows), notes]
     for _, members in itertools.groupby(rows, key=lambda row: row.group):
         block = list(members)
-        lines += [f"## {_escaped(_heading(block[0]))}", ""]
+        lines += [f"## {_escaped(heading_of(block[0]))}", ""]
         lines += _markdown_table(columns, block)
         lines.append("")
     entries = averages(rows)
     if entries:
         lines += ["## Averages over tasks, each counting once", ""]
         lines += _markdown_table(
-            [Column("tasks", _tasks_averaged, to_right=False), *_known(_AVERAGE_COLUMNS, entries)], entries
+            [Column("tasks", tasks_averaged, to_right=False), *known_columns(AVERAGE_COLUMNS, entries)],
+            entries,
         )
         lines.append("")
     lines += ["## Strategies as run", ""]
@@ -261,7 +248,7 @@ def _measured(title: str, field: str, text: Callable[[float], str] = _percent) -
 
 
 _MOVED = _measured("moved/token", "moved_bytes_per_token", as_bytes)
-_COLUMNS = (
+COLUMNS = (
     Column("strategy", lambda row: row.label, to_right=False),
     Column("budget", lambda row: row.budget or NO_VALUE),
     Column("protocol", lambda row: row.protocol, to_right=False),
@@ -295,13 +282,16 @@ _DROPPED_FIRST = (
 )  # fmt: skip
 
 
-def _known(columns: Sequence[Column], entries: Sequence[Row | Average]) -> list[Column]:
+def known_columns(columns: Sequence[Column], entries: Sequence[Row | Average]) -> list[Column]:
     return [column for column in columns if any(map(column.known, entries))]
 
 
 def _fitting_columns(rows: Sequence[Row], marks: dict[str, str], width: int) -> tuple[list[Column], int]:
     """The columns that fit, and the blanks between them."""
-    columns = [*_known(_COLUMNS, rows), Column("note", lambda row: _marks_of(row, marks), to_right=False)]
+    columns = [
+        *known_columns(COLUMNS, rows),
+        Column("note", lambda row: _marks_of(row, marks), to_right=False),
+    ]
     if not any(row.unreachable_share for row in rows):
         columns = [column for column in columns if column.title != "out of reach"]
     for title in (None, *_DROPPED_FIRST):
@@ -346,7 +336,7 @@ def _marks_of(row: Row, marks: dict[str, str]) -> str:
     return between.join(marks[note] for note in row.notes if note in marks)
 
 
-def _heading(row: Row) -> str:
+def heading_of(row: Row) -> str:
     shots = "task's own shots" if row.shots is None else f"{row.shots}-shot"
     kind = "smoke test, " if row.kind == "smoke" else ""
     chance = "unknown" if row.chance is None else f"{row.scale * row.chance:.1f}"
@@ -356,7 +346,7 @@ def _heading(row: Row) -> str:
     )
 
 
-def _tasks_averaged(entry: Average) -> str:
+def tasks_averaged(entry: Average) -> str:
     shots = "the task's own shots" if entry.shots is None else f"{entry.shots}-shot"
     kind = "smoke-test" if entry.kind == "smoke" else entry.kind
     chance = f" (full at chance on {', '.join(entry.tasks_at_chance)})" if entry.tasks_at_chance else ""
@@ -373,7 +363,7 @@ def _average_difference(entry: Average) -> str:
     return _interval(entry.difference, entry.difference_low, entry.difference_high)
 
 
-_AVERAGE_COLUMNS = (
+AVERAGE_COLUMNS = (
     Column("strategy", lambda entry: entry.label, to_right=False),
     Column("budget", lambda entry: entry.budget or NO_VALUE),
     Column("protocol", lambda entry: entry.protocol, to_right=False),
@@ -390,7 +380,7 @@ def _averages_table(entries: list[Average], gap: int) -> Table:
     from rich.text import Text
 
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim")
-    columns = _known(_AVERAGE_COLUMNS, entries)
+    columns = known_columns(AVERAGE_COLUMNS, entries)
     for column in columns:
         table.add_column(column.title, justify="right" if column.to_right else "left", overflow="fold")
     for entry in entries:

@@ -396,13 +396,13 @@ def _with_holm(rows: list[Row]) -> list[Row]:
 def _table_order(row: Row) -> tuple:
     unfair = not row.causal or row.why_no_difference == DID_NOT_ACT
     return (
-        row.group, not row.is_full, _budget_order(row.budget), _protocol_order(row.protocol), unfair,
+        row.group, not row.is_full, budget_order(row.budget), _protocol_order(row.protocol), unfair,
         -_goodness(row), row.label, row.cell_id,
     )  # fmt: skip
 
 
 def _average_order(entry: Average) -> tuple:
-    return _budget_order(entry.budget), _protocol_order(entry.protocol), entry.label
+    return budget_order(entry.budget), _protocol_order(entry.protocol), entry.label
 
 
 def _protocol_order(protocol: str) -> int:
@@ -530,7 +530,7 @@ def _budget_label(cell: Cell) -> str | None:
     return spec.budget if spec.budget_of == "prompt" else f"{spec.budget} of {spec.budget_of}"
 
 
-def _budget_order(label: str | None) -> tuple:
+def budget_order(label: str | None) -> tuple:
     """Full first, then fractions, then counts, each from large to small."""
     if label is None:
         return (0, 0.0, "")

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvacc.errors import KvaccError, unknown
+from kvacc.errors import unknown
+from kvacc.files import write_whole
 from kvacc.store_tables import MACHINE_COLUMNS
 
 if TYPE_CHECKING:
@@ -79,19 +78,7 @@ def write_text(pieces: Iterator[str], path: str | Path) -> Path:
     Raises:
         KvaccError: the file cannot be written.
     """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(temporary, "w", encoding="utf-8", newline="") as file:
-                file.writelines(pieces)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise KvaccError(f"cannot write {path}: {error.strerror or error}; choose another --output") from None
-    return path
+    return write_whole(path, pieces, mend="choose another --output")
 
 
 def _rows(table: pyarrow.Table) -> Iterator[list[Any]]:

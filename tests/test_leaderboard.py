@@ -682,7 +682,7 @@ def test_pipes_do_not_break_markdown():
 
 def test_unwritable_folder_is_one_clear_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(KvaccError, match="cannot write the leaderboard to .*choose another folder"):
+    with pytest.raises(KvaccError, match="cannot write .*choose another folder"):
         write(build([make_cell()]), tmp_path / "file")
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import kvacc
 from kvacc.errors import KvaccError
+from kvacc.files import write_whole
 from kvacc.gate.snapshot import Snapshot, snapshot
 from kvacc.results import Cell
 
@@ -124,18 +123,7 @@ def write_baseline(path: str | Path, baseline: Baseline) -> None:
     path = Path(path)
     content = baseline.model_dump(mode="json")
     text = json.dumps({**content, "sha256": _checksum(content)}, indent=1, ensure_ascii=False) + "\n"
-    temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(text, encoding="utf-8", newline="\n")
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise KvaccError(
-            f"cannot write baseline {path}: {error.strerror or error}; choose another file"
-        ) from None
+    write_whole(path, text)
 
 
 def read_baseline(path: str | Path) -> Baseline:

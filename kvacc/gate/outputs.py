@@ -6,13 +6,12 @@ The same report gives the same bytes: nothing here knows the time or the machine
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 from kvacc.errors import KvaccError
+from kvacc.files import write_whole
 from kvacc.gate.verdicts import Check, Report, Verdict
 
 _WORDS = {Verdict.PASS: "passed", Verdict.FAIL: "FAILED", Verdict.TOO_FEW: "too few items to tell"}
@@ -157,18 +156,13 @@ def write_text(path: str | Path, text: str, *, append: bool = False) -> None:
         KvaccError: the file cannot be written.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    if not append:
+        write_whole(path, text)
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if append:
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(text)
-            return
-        try:
-            temporary.write_text(text, encoding="utf-8", newline="\n")
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
         raise KvaccError(f"cannot write {path}: {error.strerror or error}; choose another file") from None
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
-import secrets
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from kvacc.errors import KvaccError
+from kvacc.files import write_whole
 from kvacc.leaderboard_rows import Row, averages, build
 from kvacc.page.configurations import configurations
 from kvacc.page.flips import flip_data
@@ -35,19 +33,7 @@ def write_page(cells: Iterable[Cell], path: str | Path, rows: Sequence[Row] | No
     Raises:
         KvaccError: the file cannot be written, or a cell's samples are damaged.
     """
-    path = Path(path)
-    text = build_page(cells, rows)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(text, encoding="utf-8", newline="\n")
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise KvaccError(f"cannot write {path}: {error.strerror or error}; choose another file") from None
-    return path
+    return write_whole(path, build_page(cells, rows))
 
 
 def build_page(cells: Iterable[Cell], rows: Sequence[Row] | None = None) -> str:

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvacc.leaderboard import (
-    _AVERAGE_COLUMNS,
-    _COLUMNS,
-    _EXPLANATION,
-    _FIDELITY_EXPLANATION,
-    _GRADED_EXPLANATION,
-    _SELECTION_EXPLANATION,
+    AVERAGE_COLUMNS,
+    COLUMNS,
+    EXPLANATION,
+    FIDELITY_EXPLANATION,
+    GRADED_EXPLANATION,
+    SELECTION_EXPLANATION,
     Column,
-    _heading,
-    _known,
-    _tasks_averaged,
+    heading_of,
+    known_columns,
+    tasks_averaged,
 )
 from kvacc.leaderboard_rows import DID_NOT_ACT, NOT_SIGNIFICANT, Average, Row
 from kvacc.plots.figure import budget_order, shots_text
@@ -83,7 +83,7 @@ def sections(rows: Sequence[Row], with_flips: set[str]) -> list[Section]:
     notes = Column(
         "notes", lambda row: "; ".join(n for n in row.notes if n != NOT_SIGNIFICANT), to_right=False
     )
-    known = {column.title: column for column in [*_known(_COLUMNS, rows), notes]}
+    known = {column.title: column for column in [*known_columns(COLUMNS, rows), notes]}
     columns = [known[title] for title in _FIRST if title in known]
     columns += [column for column in known.values() if column not in columns]
     reach = max(
@@ -96,7 +96,13 @@ def sections(rows: Sequence[Row], with_flips: set[str]) -> list[Section]:
         lines = [_line(row, columns, reach, with_flips) for row in block]
         found.append(
             Section(
-                _heading(first), first.model, first.task, shots_text(first.shots), first.score, columns, lines
+                heading_of(first),
+                first.model,
+                first.task,
+                shots_text(first.shots),
+                first.score,
+                columns,
+                lines,
             )
         )
     return found
@@ -104,14 +110,14 @@ def sections(rows: Sequence[Row], with_flips: set[str]) -> list[Section]:
 
 def average_sections(entries: Sequence[Average]) -> list[dict[str, Any]]:
     """Heading, columns and lines of each table of averages."""
-    columns = _known(_AVERAGE_COLUMNS, entries)
+    columns = known_columns(AVERAGE_COLUMNS, entries)
     return [
         {
             "heading": heading,
             "columns": columns,
             "lines": [[Cell(c.cell(e), _sort(c, e), c.to_right) for c in columns] for e in group],
         }
-        for heading, group in itertools.groupby(entries, key=_tasks_averaged)
+        for heading, group in itertools.groupby(entries, key=tasks_averaged)
     ]
 
 
@@ -132,13 +138,13 @@ def filters(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def explanation(rows: Sequence[Row]) -> list[str]:
     """What the columns mean, as in the Markdown leaderboard, in pieces of text and code."""
-    text = _EXPLANATION
+    text = EXPLANATION
     if any(row.moved_bytes_per_token is not None for row in rows):
-        text += _SELECTION_EXPLANATION
+        text += SELECTION_EXPLANATION
     if any(row.kl is not None for row in rows):
-        text += _FIDELITY_EXPLANATION
+        text += FIDELITY_EXPLANATION
     if any(row.graded is not None for row in rows):
-        text += _GRADED_EXPLANATION
+        text += GRADED_EXPLANATION
     # Text and `code` alternate; the template marks every second piece.
     return " ".join(text.split()).split("`")
 

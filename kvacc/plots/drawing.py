@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import html
 import json
-import os
-import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvacc.errors import KvaccError, unknown
+from kvacc.files import write_whole
 from kvacc.plots.figure import Figure
 from kvacc.plots.style import configuration
 from kvacc.plots.svg import accessible, small
@@ -43,17 +42,7 @@ def save(figures: Sequence[Figure], path: str | Path, columns: int = 3) -> Path:
     if not figures:
         raise KvaccError(f"nothing to draw into {path}; give results that have what the picture shows")
     content = _content(figures, path.suffix.lower(), columns)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_bytes(content)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise KvaccError(f"cannot write {path}: {error.strerror or error}; choose another --output") from None
-    return path
+    return write_whole(path, content, mend="choose another --output")
 
 
 @contextlib.contextmanager

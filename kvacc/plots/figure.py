@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvacc.leaderboard_rows import _budget_order as budget_order
+from kvacc.leaderboard_rows import budget_order
 
 if TYPE_CHECKING:
     import altair
