@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -49,9 +50,8 @@ class Browser:
         self._from, write_end = os.pipe()
 
         def take_descriptors() -> None:
-            # Above 4 first, so that neither copy overwrites the other's source.
-            source, target = os.dup(read_end), os.dup(write_end)
-            high_source, high_target = os.dup2(source, 20), os.dup2(target, 21)
+            # Far above 4 and whatever is open first, so that neither copy overwrites the other's source.
+            high_source, high_target = (fcntl.fcntl(end, fcntl.F_DUPFD, 100) for end in (read_end, write_end))
             os.dup2(high_source, 3)
             os.dup2(high_target, 4)
 
