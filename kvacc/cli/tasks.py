@@ -61,6 +61,13 @@ def tasks(name: str | None, data_dir: str | None) -> None:
         click.echo("give --data-dir or set KVACC_DATA_DIR to use a folder of documents instead of the hub")
 
 
+_LONGTEXT_OPTIONS = {
+    "texts": ("the data folder's, or kvacc's own", ".txt or .jsonl file, or a folder of them"),
+    "window": ("the model's context", "tokens that are read together"),
+    "characters": ("all", "at most so many of each text"),
+}
+
+
 def _show_options(name: str, options: tuple[str, ...]) -> None:
     """What ``--task-option`` and configurations can say of the task, and what holds without."""
     from rich import box
@@ -70,7 +77,9 @@ def _show_options(name: str, options: tuple[str, ...]) -> None:
     from kvacc.task_catalog import find_task, members
 
     table = Table("option", "default", "what it is", box=box.SIMPLE)
-    described = _retention_options(find_task(members(name)[0])) if name != "kvacc_longtext" else {}
+    described = (
+        _LONGTEXT_OPTIONS if name == "kvacc_longtext" else _retention_options(find_task(members(name)[0]))
+    )
     for option in options:
         default, meaning = described.get(option, ("-", ""))
         table.add_row(option, default, meaning)
