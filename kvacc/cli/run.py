@@ -42,7 +42,7 @@ def run(
     extend: bool,
 ) -> None:
     """Run the sweep that CONFIG describes: a YAML file, or the name of one that comes with
-    kvacc (quickstart, ci, paper, retention, long-context, gpu-llama).
+    kvacc (quickstart, ci, paper, paradigms, retention, depths, long-context, gpu-llama).
 
     Finished cells are kept: the same command again goes on where it was stopped.
     """
