@@ -359,7 +359,7 @@ def _average_difference(entry: Average) -> str:
     if entry.why_none is not None:
         return f"{NO_VALUE} ({entry.why_none})"
     if entry.difference is None:
-        return "baseline"
+        return "baseline" if entry.is_full else NO_VALUE
     return _interval(entry.difference, entry.difference_low, entry.difference_high)
 
 

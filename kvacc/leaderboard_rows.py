@@ -175,6 +175,11 @@ class Average(BaseModel):
     recall: float | None = Field(description="Average over the tasks.")
     why_none: str | None = Field(description="Why there is no average; null when there is.")
 
+    @property
+    def is_full(self) -> bool:
+        """True for the baseline, which no protocol changes."""
+        return self.protocol == "any"
+
 
 def build(cells: Iterable[Cell]) -> list[Row]:
     """A row for every cell, in the order in which tables show them.
@@ -201,7 +206,8 @@ def averages(rows: Sequence[Row]) -> list[Average]:
     """Each strategy's average over the tasks of one kind, where that is fair.
 
     The tasks are those of ``full`` (same model, shots, limit and seed), two at the
-    least. A strategy has an average only when it ran on all of them, on the same
+    least; where ``full`` was not run at all, those of any strategy, and there are no
+    differences. A strategy has an average only when it ran on all of them, on the same
     items, and acted on each; otherwise the entry says what is missing. Tasks are
     independent, so the distances from difference to interval end add up in squares
     (MOVER, Zou and Donner, Statistics in Medicine 27, 2008, 1693-1702).
@@ -216,14 +222,15 @@ def averages(rows: Sequence[Row]) -> list[Average]:
     for members in groups.values():
         common = _common_options(members)
         full = {_part(row, common): row for row in members if row.is_full}
-        if len(full) < 2:
+        tasks = sorted(full or {_part(row, common) for row in members})
+        if len(tasks) < 2:
             continue
         entries: dict[tuple, dict[str, Row]] = defaultdict(dict)
         for row in members:
             options = json.dumps(row.options, sort_keys=True)
             whose = () if row.is_full else (row.strategy, options, row.budget, row.protocol)
             entries[whose][_part(row, common)] = row
-        found = [_average(full, by_task, common) for by_task in entries.values()]
+        found = [_average(tasks, full, by_task, common) for by_task in entries.values()]
         result += sorted(found, key=_average_order)
     return result
 
@@ -437,11 +444,16 @@ def _part(row: Row, common: dict[str, Any]) -> str:
     return " ".join([row.task, *option_words(own)])
 
 
-def _average(full: dict[str, Row], by_task: dict[str, Row], common: dict[str, Any]) -> Average:
+def _average(
+    tasks: Sequence[str], full: dict[str, Row], by_task: dict[str, Row], common: dict[str, Any]
+) -> Average:
     one = next(iter(by_task.values()))
-    tasks = sorted(full)
     missing = [task for task in tasks if task not in by_task]
-    reasons = {task: row.why_no_difference for task, row in sorted(by_task.items()) if row.why_no_difference}
+    reasons = {
+        task: row.why_no_difference
+        for task, row in sorted(by_task.items())
+        if row.why_no_difference and (full or row.why_no_difference == DID_NOT_ACT)
+    }
     why = None
     if missing:
         why = f"not run on {', '.join(missing)}"
@@ -449,7 +461,7 @@ def _average(full: dict[str, Row], by_task: dict[str, Row], common: dict[str, An
         first = next(iter(reasons.values()))
         why = f"{first} on {', '.join(task for task, reason in reasons.items() if reason == first)}"
     difference = low = high = None
-    if why is None and not one.is_full:
+    if why is None and full and not one.is_full:
         compared = [by_task[task] for task in tasks]
         difference = sum(row.difference for row in compared) / len(tasks)
         below = sum((row.difference - row.difference_low) ** 2 for row in compared) ** 0.5 / len(tasks)
@@ -466,8 +478,8 @@ def _average(full: dict[str, Row], by_task: dict[str, Row], common: dict[str, An
         kind=one.kind,
         shots=one.shots,
         task_options=common,
-        tasks=tasks,
-        tasks_at_chance=[task for task in tasks if AT_CHANCE in full[task].notes],
+        tasks=list(tasks),
+        tasks_at_chance=[task for task in tasks if task in full and AT_CHANCE in full[task].notes],
         label=one.label,
         budget=one.budget,
         protocol=one.protocol,

@@ -535,6 +535,14 @@ def test_average_counts_each_task_once():
     assert h2o.difference_low == pytest.approx(-30.0 - (below[0] ** 2 + below[1] ** 2) ** 0.5 / 2, abs=1e-5)
 
 
+def test_without_full_an_average_has_a_score_and_no_difference():
+    rows = build([cell for cell in two_tasks() if cell.spec.strategy != "full"])
+    (h2o,) = averages(rows)
+    assert h2o.score == pytest.approx(50.0) and len(h2o.tasks) == 2
+    assert h2o.difference is None and h2o.why_none is None
+    assert "baseline" not in text_of(rows, 120).partition("average of")[2]
+
+
 def test_averages_say_what_was_moved_on_average():
     cells = [make_cell(), make_cell(task="copa"), quest()]
     cells.append(quest(task="copa", selection=selecting(3072.0, 0.91, 0.834)))
