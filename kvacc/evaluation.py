@@ -81,7 +81,7 @@ def evaluate_cell(
     task.set_fewshot_seed(spec.seed)
     started = datetime.datetime.now(datetime.UTC)
     begin = time.perf_counter()
-    with _quiet_lm_eval():
+    with _quiet_lm_eval(), task_catalog.quiet_lm_eval():
         outcome = evaluate(
             lm=lm,
             task_dict={"tasks": {spec.task: task}, "groups": {}},

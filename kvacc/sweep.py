@@ -109,13 +109,15 @@ def run_sweep(
     if finished:
         progress.say(f"{len(finished)} of {len(cells)} cells are finished already")
     # Before any model is loaded: what is wrong with a task or the folder shows in seconds.
-    tasks = _load_tasks(pending, config, None if load_model else _load_tokenizer)
-    _refuse_changed_documents([spec for spec in cells if spec.cell_id in finished], finished, tasks)
+    with task_catalog.quiet_lm_eval():
+        tasks = _load_tasks(pending, config, None if load_model else _load_tokenizer)
+        _refuse_changed_documents([spec for spec in cells if spec.cell_id in finished], finished, tasks)
     _claim(folder, run, extend)
     if not pending:
         return report
     _require_writable(folder / CELLS_FOLDER)
-    work = {spec.cell_id: _work(spec, tasks[_task_key(spec)]) for spec in pending}
+    with task_catalog.quiet_lm_eval():
+        work = {spec.cell_id: _work(spec, tasks[_task_key(spec)]) for spec in pending}
 
     with SweepProgress(console, len(pending), sum(work.values())) as progress, _resumable(report, progress):
         for model, specs in _by_model(pending):

@@ -308,7 +308,7 @@ def load_tasks(
     for task in tasks:
         check_options(task, options or {})
     loaded = {}
-    with tempfile.TemporaryDirectory(prefix="kvacc-tasks-") as folder, _quiet_lm_eval():
+    with tempfile.TemporaryDirectory(prefix="kvacc-tasks-") as folder, quiet_lm_eval():
         for task in tasks:
             loaded[task.name] = _load(task, data_dir, Path(folder), options or {}, tokenizer)
     for task in loaded.values():
@@ -524,7 +524,7 @@ def _use_sampler(task: Task, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _quiet_lm_eval() -> Iterator[None]:
+def quiet_lm_eval() -> Iterator[None]:
     """Hold back lm-eval's warnings about defaults of its own YAMLs, and progress bars of a second's work."""
     import datasets
 
@@ -548,7 +548,7 @@ def chance_level(task: Task) -> float | None:
     """
     if task.OUTPUT_TYPE != "multiple_choice":
         return None
-    with _quiet_lm_eval():
+    with quiet_lm_eval():
         documents = list(task.eval_docs)
     return sum(1 / len(task.doc_to_choice(document)) for document in documents) / len(documents)
 
@@ -556,7 +556,7 @@ def chance_level(task: Task) -> float | None:
 def data_fingerprint(task: Task, limit: int | None = None) -> str:
     """SHA-256 over the evaluated documents in their order, the first ``limit`` if given."""
     digest = hashlib.sha256()
-    with _quiet_lm_eval():
+    with quiet_lm_eval():
         documents = task.eval_docs
     count = len(documents) if limit is None else min(limit, len(documents))
     for index in range(count):
