@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -297,6 +298,22 @@ def test_perplexity_by_position():
     )
     found = {p["name"]: p["perplexity"] for p in data_of(figure, "middle", "perplexity")}
     assert found == pytest.approx({"full": 1.0, "h2o 0.2": 10.0})  # exp(23.0258509 / 10)
+
+
+def test_perplexities_of_the_first_tokens_do_not_hide_the_rest():
+    cells = [make_cell(), make_cell("h2o", budget="0.2")]
+    curves = [
+        [
+            {"start": s, "end": 2 * s or 1, "tokens": 1, "loglikelihood": -math.log(p)}
+            for s, p in zip((0, 1, 2, 4, 8), (9000, 700, 50, middle, last), strict=True)
+        ]
+        for middle, last in ((41, 40), (41, 46))
+    ]
+    measured = [Measured(c, curve=k) for c, k in zip(cells, curves, strict=True)]
+    (figure,) = perplexity_figures(measured, build(cells))
+    # From the last range in which both agree.
+    assert sorted({p["middle"] for p in data_of(figure, "middle", "perplexity")}) == [6, 12]
+    assert "before 4" in figure.remark
 
 
 def test_an_axis_of_one_value_keeps_it():

@@ -15,6 +15,8 @@ CAPTION = (
     "Perplexity of the tokens in each range of positions: exp of the mean negative log-likelihood in nats. "
     "Lower is better."
 )
+_AGREEMENT = 0.001
+"""Relative difference of perplexities that nobody could see."""
 
 
 def perplexity_figures(cells: Sequence[Cell], rows: Sequence[Row]) -> list[Figure]:
@@ -35,7 +37,31 @@ def perplexity(bucket: dict[str, Any]) -> float:
     return math.exp(-bucket["loglikelihood"] / bucket["tokens"])
 
 
+def _first_drawn(members: Sequence[tuple[Row, Buckets]]) -> int:
+    """The position from which on a picture shows something.
+
+    A model's first tokens have perplexities of thousands, and every strategy agrees there: drawn,
+    they would press all differences into one line. What is left out ends before the last range in
+    which all agree, and never leaves fewer than two ranges.
+    """
+    by_start: dict[int, list[float]] = {}
+    for _, buckets in members:
+        for bucket in buckets:
+            by_start.setdefault(bucket["start"], []).append(perplexity(bucket))
+    starts = sorted(by_start)
+    calm = 3 * max(by_start[starts[-1]])
+    first = starts[0]
+    for start, following in zip(starts[:-2], starts[1:], strict=False):
+        here, there = by_start[start], by_start[following]
+        agree = max(there) <= (1 + _AGREEMENT) * min(there)
+        if not (agree or max(here) > calm):
+            break
+        first = following
+    return first
+
+
 def _figure(members: Sequence[tuple[Row, Buckets]], protocol: str) -> Figure:
+    first = _first_drawn(members)
     values = [
         {
             "name": name_of(row),
@@ -47,6 +73,7 @@ def _figure(members: Sequence[tuple[Row, Buckets]], protocol: str) -> Figure:
         }
         for row, buckets in members
         for bucket in buckets
+        if bucket["start"] >= first
     ]
     names = list(dict.fromkeys(value["name"] for value in values))
     one = members[0][0]
@@ -56,5 +83,6 @@ def _figure(members: Sequence[tuple[Row, Buckets]], protocol: str) -> Figure:
         chart=lines(values, "perplexity", "perplexity", names),
         description=f"Perplexity by position. {in_words(values, 'perplexity', 2)}.",
         caption=CAPTION,
+        remark=f"Positions before {first} are left out: too early for differences." if first else "",
         about=about_row(one, protocol),
     )
