@@ -83,6 +83,7 @@ class Bench:
         self.full = make_strategy("full")
         self.cases = list(self._cases(budgets))
         self._runs: dict[Any, list[Run]] = {}
+        self._strategies: dict[int, Strategy] = {}
 
     @property
     def is_causal(self) -> bool:
@@ -126,13 +127,13 @@ class Bench:
     # Runs
 
     def parallel(self, case: Case) -> Run:
-        return self._once(("parallel", id(case.strategy), case.text), self.parallel_again, case)
+        return self._once(("parallel", self._identity(case), case.text), self.parallel_again, case)
 
     def parallel_again(self, case: Case) -> Run:
         return parallel_runs(self.subject, case.strategy, [case.text])[0]
 
     def step(self, case: Case, chunk: int = 1, padding: int = 0) -> Run:
-        key = ("step", id(case.strategy), case.text, chunk, padding)
+        key = ("step", self._identity(case), case.text, chunk, padding)
         return self._once(key, self.step_again, case, chunk, padding)
 
     def step_again(self, case: Case, chunk: int = 1, padding: int = 0, **options: Any) -> Run:
@@ -145,6 +146,12 @@ class Bench:
     def own(self, text: Text) -> torch.Tensor:
         """The model's own logits of a text."""
         return self._once(("own", text), lambda: own_logits(self.subject, text.tokens))
+
+    def _identity(self, case: Case) -> int:
+        """Of the strategy's object. It is kept: the next one could be given a freed object's id,
+        and its runs."""
+        self._strategies[id(case.strategy)] = case.strategy
+        return id(case.strategy)
 
     def _once(self, key: Any, make: Callable[..., Any], *arguments: Any) -> Any:
         if key not in self._runs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -143,3 +144,13 @@ def test_results_of_several_models_become_one():
     assert (both.status, both.cases, both.failure, both.failing_models) == (FAILS, 5, failure, ("b",))
     assert both.models == ("a", "b") and both.reasons == ("no budget",)
     assert merged([one, none]).status == HOLDS and merged([none]).status == NOT_APPLICABLE
+
+
+def test_a_strategy_made_and_forgotten_leaves_its_runs_to_nobody():
+    # A freed object's id is given to the next one; runs are kept by it.
+    bench = Bench(tiny_subject("llama", 1), make_strategy("recent", 4), [4], 12)
+    for budget in (3, 9, 4, 8, 5, 7, 6) * 3:
+        case = dataclasses.replace(bench.main_case, strategy=make_strategy("recent", budget))
+        (read,) = bench.parallel(case).reads.values()
+        assert int(read[0, -1].sum()) == budget + 1
+        del case
