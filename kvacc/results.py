@@ -389,33 +389,42 @@ def write_cell(folder: str | Path, result: CellResult) -> Path:
     """
     import pyarrow.parquet
 
-    folder = Path(folder)
     table = samples_table(result.samples)
-    target = folder / result.cell_id
-    temporary = folder / temporary_name(result.cell_id)
+    with _published(Path(folder), result.cell_id, "write results") as temporary:
+        pyarrow.parquet.write_table(table, temporary / SAMPLES_FILE, compression="zstd")
+        result.samples_sha256 = _sha256_of_file(temporary / SAMPLES_FILE)
+        result.record_sha256 = ""
+        result.record_sha256 = _sha256_of_record(result.record())
+        text = json.dumps(result.record(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        (temporary / CELL_FILE).write_text(text, encoding="utf-8")
+    return Path(folder) / result.cell_id
+
+
+@contextlib.contextmanager
+def _published(folder: Path, cell_id: str, what: str) -> Iterator[Path]:
+    """A new folder to write both files of a cell into; when the block ends it appears, whole and on
+    the disk, as ``<folder>/<cell_id>``, unless a valid cell is there already.
+
+    Raises:
+        KvaccError: the folder cannot be written; says ``what`` was meant.
+    """
+    temporary = folder / temporary_name(cell_id)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
         temporary.mkdir()
         try:
-            samples_path = temporary / SAMPLES_FILE
-            pyarrow.parquet.write_table(table, samples_path, compression="zstd")
-            result.samples_sha256 = _sha256_of_file(samples_path)
-            result.record_sha256 = ""
-            result.record_sha256 = _sha256_of_record(result.record())
-            text = json.dumps(result.record(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-            (temporary / CELL_FILE).write_text(text, encoding="utf-8")
-            for path in (samples_path, temporary / CELL_FILE, temporary):
+            yield temporary
+            for path in (temporary / SAMPLES_FILE, temporary / CELL_FILE, temporary):
                 _fsync(path)
-            _publish(temporary, target)
+            _publish(temporary, folder / cell_id)
             _fsync(folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         raise KvaccError(
-            f"cannot write results to {folder}: {error.strerror or error}; choose another output folder"
+            f"cannot {what} to {folder}: {error.strerror or error}; choose another output folder"
         ) from None
-    return target
 
 
 def read_cell(path: str | Path) -> Cell:
@@ -530,32 +539,14 @@ def copy_cell(cell: Cell, folder: str | Path) -> Path:
     """
     if cell.folder is None:
         raise KvaccError(f"cell {cell.cell_id} was not read from a folder; use write_cell")
-    folder, source = Path(folder), cell.folder
-    target = folder / cell.cell_id
-    temporary = folder / temporary_name(cell.cell_id)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder)
-        temporary.mkdir()
-        try:
-            for name in (SAMPLES_FILE, CELL_FILE):
-                shutil.copyfile(source / name, temporary / name)
-                _fsync(temporary / name)
-            _verify_samples(temporary / SAMPLES_FILE, cell.samples_sha256)
-            if json.loads((temporary / CELL_FILE).read_bytes()).get("record_sha256") != cell.record_sha256:
-                raise KvaccError(
-                    f"{source / CELL_FILE} changed while it was copied; run the same command again"
-                )
-            _fsync(temporary)
-            _publish(temporary, target)
-            _fsync(folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    except OSError as error:
-        raise KvaccError(
-            f"cannot copy {source} to {folder}: {error.strerror or error}; choose another output folder"
-        ) from None
-    return target
+    source = cell.folder
+    with _published(Path(folder), cell.cell_id, f"copy {source}") as temporary:
+        for name in (SAMPLES_FILE, CELL_FILE):
+            shutil.copyfile(source / name, temporary / name)
+        _verify_samples(temporary / SAMPLES_FILE, cell.samples_sha256)
+        if json.loads((temporary / CELL_FILE).read_bytes()).get("record_sha256") != cell.record_sha256:
+            raise KvaccError(f"{source / CELL_FILE} changed while it was copied; run the same command again")
+    return Path(folder) / cell.cell_id
 
 
 def remove_leftovers(folder: str | Path) -> list[Path]:
