@@ -81,7 +81,7 @@ def evaluate_cell(
     task.set_fewshot_seed(spec.seed)
     started = datetime.datetime.now(datetime.UTC)
     begin = time.perf_counter()
-    with _quiet_lm_eval(), task_catalog.quiet_lm_eval():
+    with _quiet_evaluator(), task_catalog.quiet_lm_eval():
         outcome = evaluate(
             lm=lm,
             task_dict={"tasks": {spec.task: task}, "groups": {}},
@@ -413,7 +413,7 @@ def _warnings(spec: CellSpec, info: Any, measured: MeasuredRecord, documents: in
 
 
 @contextlib.contextmanager
-def _quiet_lm_eval() -> Iterator[None]:
+def _quiet_evaluator() -> Iterator[None]:
     """Hold back two things that would break up the sweep's display: lm-eval's own bar while it
     builds prompts, and its warning that metrics per depth cover only the documents at that depth."""
     import lm_eval.api.task as module

@@ -64,8 +64,6 @@ scored token (0: the same distributions); `agreement` is the share of scored tok
 the same token most likely. `mass` is then known of every strategy: the share of the attention that a \
 query would have paid to all earlier tokens which falls on what it could read.
 """
-
-
 GRADED_EXPLANATION = """\
 Rows of retention tasks: `graded` counts parts of an answer, so that it still tells strategies apart \
 where every whole answer is wrong. Of multiple choice it is the probability of the right option among \
@@ -283,6 +281,7 @@ _DROPPED_FIRST = (
 
 
 def known_columns(columns: Sequence[Column], entries: Sequence[Row | Average]) -> list[Column]:
+    """Those of ``columns`` of which at least one entry knows a value."""
     return [column for column in columns if any(map(column.known, entries))]
 
 
@@ -337,6 +336,7 @@ def _marks_of(row: Row, marks: dict[str, str]) -> str:
 
 
 def heading_of(row: Row) -> str:
+    """What all rows of a table share: model, task, shots, items, metric, chance and source."""
     shots = "task's own shots" if row.shots is None else f"{row.shots}-shot"
     kind = "smoke test, " if row.kind == "smoke" else ""
     chance = "unknown" if row.chance is None else f"{row.scale * row.chance:.1f}"
@@ -347,6 +347,7 @@ def heading_of(row: Row) -> str:
 
 
 def tasks_averaged(entry: Average) -> str:
+    """Model, shots and tasks of an average, and on which of them ``full`` is at chance."""
     shots = "the task's own shots" if entry.shots is None else f"{entry.shots}-shot"
     kind = "smoke-test" if entry.kind == "smoke" else entry.kind
     chance = f" (full at chance on {', '.join(entry.tasks_at_chance)})" if entry.tasks_at_chance else ""
