@@ -147,3 +147,14 @@ def as_bytes(number: float) -> str:
         number /= 1024
         unit = larger.pop(0)
     return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+
+
+def as_ranges(places: Sequence[int]) -> list[str]:
+    """``["0", "3", "7-9"]`` of the ascending places 0, 3, 7, 8, 9."""
+    spans: list[list[int]] = []
+    for place in places:
+        if spans and place == spans[-1][1] + 1:
+            spans[-1][1] = place
+        else:
+            spans.append([place, place])
+    return [f"{first}" if first == last else f"{first}-{last}" for first, last in spans]

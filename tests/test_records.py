@@ -11,6 +11,7 @@ from kvacc.records import (
     SELECTION_BY_LAYER,
     RequestRecord,
     as_bytes,
+    as_ranges,
     mean_selection,
     selection_of,
     selection_words,
@@ -81,3 +82,11 @@ def test_a_selection_in_words_holds_what_is_known():
 )  # fmt: skip
 def test_bytes_are_shown_in_binary_units(number, text):
     assert as_bytes(number) == text
+
+
+@pytest.mark.parametrize(
+    "places, shown",
+    [([], []), ([4], ["4"]), ([0, 3, 7, 8, 9], ["0", "3", "7-9"]), ([1, 2, 4, 5], ["1-2", "4-5"])],
+)
+def test_neighbouring_places_are_shown_as_ranges(places, shown):
+    assert as_ranges(places) == shown

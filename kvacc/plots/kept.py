@@ -9,6 +9,7 @@ from typing import Any
 from kvacc.plots.figure import Figure, inline
 from kvacc.plots.kept_entries import KeptEntries
 from kvacc.plots.style import NOTHING
+from kvacc.records import as_ranges
 
 CAPTION = (
     "Share of KV heads for which the prompt's last token reads an entry, in %. Grey layers read everything."
@@ -75,13 +76,6 @@ def _in_words(kept: KeptEntries) -> str:
 
 def _spans(shares: Sequence[float], most: int = 12) -> str:
     """``0-3, 17, 480-511``: positions that at least half of the heads hold."""
-    places = [place for place, share in enumerate(shares) if share >= 0.5]
-    spans: list[list[int]] = []
-    for place in places:
-        if spans and place == spans[-1][1] + 1:
-            spans[-1][1] = place
-        else:
-            spans.append([place, place])
-    words = [f"{a}" if a == b else f"{a}-{b}" for a, b in spans]
+    words = as_ranges([place for place, share in enumerate(shares) if share >= 0.5])
     rest = f" and {len(words) - most} more ranges" if len(words) > most else ""
     return (", ".join(words[:most]) or "none") + rest

@@ -11,6 +11,7 @@ from kvacc.engine import attention
 from kvacc.engine.plan import Request, build_rows, make_plan
 from kvacc.engine.scoring import step_forward
 from kvacc.engine.stepping import RowReading, StepSession
+from kvacc.records import as_ranges
 from kvacc.select_strategy import SelectStrategy
 from kvacc.strategy import EvictStrategy, Strategy
 from kvacc.verify.subjects import Subject
@@ -207,13 +208,7 @@ def logits_difference(expected: torch.Tensor, found: torch.Tensor, tolerance: fl
 def positions(read: torch.Tensor) -> str:
     """``0 3 7-9 (5)``: the places in bool [T] that are True, and how many."""
     places = read.nonzero()[:, 0].tolist()
-    spans: list[list[int]] = []
-    for place in places:
-        if spans and place == spans[-1][1] + 1:
-            spans[-1][1] = place
-        else:
-            spans.append([place, place])
-    shown = [f"{a}" if a == b else f"{a}-{b}" for a, b in spans]
+    shown = as_ranges(places)
     if len(shown) > _SHOWN_POSITIONS:
         shown = [*shown[: _SHOWN_POSITIONS - 1], "...", shown[-1]]
     return f"{' '.join(shown) or 'none'} ({len(places)})"
