@@ -211,10 +211,16 @@ class KvaccLM(HFLM):
         return self.tok_encode(calibration_text(source))
 
     def clear_records(self) -> None:
+        """Forget what was recorded and summed; what ``full`` answered stays."""
         self.records: list[RequestRecord] = []
         self.meter.clear()
 
     def set_cache_hook(self, cache_hook: Any) -> None:
+        """lm-eval's request cache, which is refused.
+
+        Raises:
+            KvaccError: ``--use_cache`` was given.
+        """
         if getattr(cache_hook, "dbdict", None) is not None:
             raise KvaccError(
                 "--use_cache answers one strategy's requests with another's results (its key ignores the "

@@ -99,6 +99,11 @@ class ParallelSession:
         """For all layers of a kind on a device."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
+        """The attention output [B, Q, T, V] of one layer.
+
+        Raises:
+            KvaccError: a text longer than the window of a layer that is treated as full.
+        """
         kind = self.kinds[call.layer]
         self.layers += 1
         self.modules[call.layer] = call.module

@@ -57,6 +57,7 @@ class Request:
 
     @property
     def first_scored(self) -> int:
+        """Index in ``tokens`` of the query that predicts the first target."""
         return len(self.tokens) - len(self.targets)
 
     def how(self, i: int) -> tuple[int, bool, bool]:
@@ -66,6 +67,9 @@ class Request:
 
 @dataclass
 class Segment:
+    """Tokens ``start`` to ``stop`` (not included) of a row, read alike; ``parent`` is the segment
+    before it, -1 at a root."""
+
     start: int
     parent: int
     dense: bool
@@ -180,6 +184,7 @@ class Plan:
     compressed: torch.Tensor
 
     def to(self, device: torch.device | str) -> Plan:
+        """The same plan on another device."""
         return Plan(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
 
     @functools.cached_property

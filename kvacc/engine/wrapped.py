@@ -348,6 +348,7 @@ class ProjectedLogits:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(N, vocabulary)."""
         return len(self.hidden_states), self.wrapped.vocabulary
 
     def __getitem__(self, rows: slice) -> torch.Tensor:

@@ -40,6 +40,7 @@ class Series:
         self.names = list(dict.fromkeys(names))
 
     def colour(self, field: str, among: Sequence[str], title: str | None = None) -> altair.Color:
+        """The encoding that gives each series one of our colours, the same in every picture."""
         import altair
 
         return altair.Color(f"{field}:N", scale=self._scale(COLOURS, among), legend=self._legend(title))
@@ -58,11 +59,13 @@ class Series:
         return altair.XOffset(f"{field}:N", scale=altair.Scale(domain=shown, paddingOuter=0.4), sort=None)
 
     def shape(self, field: str, among: Sequence[str], title: str | None = None) -> altair.Shape:
+        """The encoding that gives each series one of our marks, the same in every picture."""
         import altair
 
         return altair.Shape(f"{field}:N", scale=self._scale(SHAPES, among), legend=self._legend(title))
 
     def dash(self, field: str, among: Sequence[str]) -> altair.StrokeDash:
+        """The encoding that gives each series one of our line dashes, the same in every picture."""
         import altair
 
         return altair.StrokeDash(f"{field}:N", scale=self._scale(DASHES, among), legend=None)

@@ -127,12 +127,14 @@ class Bench:
     # Runs
 
     def parallel(self, case: Case) -> Run:
+        """The case's text on the parallel path; run once."""
         return self._once(("parallel", self._identity(case), case.text), self.parallel_again, case)
 
     def parallel_again(self, case: Case) -> Run:
         return parallel_runs(self.subject, case.strategy, [case.text])[0]
 
     def step(self, case: Case, chunk: int = 1, padding: int = 0) -> Run:
+        """The same on the step path, ``chunk`` tokens at a time behind ``padding`` pad tokens; run once."""
         key = ("step", self._identity(case), case.text, chunk, padding)
         return self._once(key, self.step_again, case, chunk, padding)
 
