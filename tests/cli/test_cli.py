@@ -130,7 +130,9 @@ def test_only_a_command_that_resumes_says_so(monkeypatch):
 def test_a_real_interrupt():
     """Ctrl-C from a terminal, while a command works."""
     code = (
-        "import sys, time\nimport kvacc.strategy\n"
+        "import signal, sys, time\nimport kvacc.strategy\n"
+        # A terminal's programs heed Ctrl-C; those of a background job start with it ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def wait():\n    print('ready', flush=True)\n    time.sleep(60)\n"
         "kvacc.strategy.strategy_classes = wait\n"
         "from kvacc.cli import main\nsys.argv = ['kvacc', 'strategies']\nmain()\n"
