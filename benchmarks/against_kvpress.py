@@ -21,7 +21,9 @@ import sys
 from common import emit, machine, paired, quiet
 
 TOKENS = 8
-QUESTION = "\nQuestion: What is the passkey?\nAnswer: The passkey is"
+QUESTION = "\nQuestion: What is the passkey?"
+PREFIX = "Answer: The passkey is"
+"""kvpress puts a new line between a question and the beginning of its answer."""
 
 
 def main() -> None:
@@ -93,7 +95,7 @@ class Peer:
         self._read()
 
     def answer(self, press: str | None, items: list[dict]) -> list[list[str]]:
-        request = {"press": press, "ratio": 0.5, "items": items, "tokens": TOKENS}
+        request = {"press": press, "ratio": 0.5, "items": items, "prefix": PREFIX, "tokens": TOKENS}
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         return self._read()["answers"]
@@ -113,7 +115,10 @@ def answer(lm, items: list[dict]) -> list[list[str]]:
         Instance(
             "generate_until",
             {"context": item["context"], "question": question},
-            (item["context"] + question, {"until": ["\n"], "max_gen_toks": TOKENS, "do_sample": False}),
+            (
+                f"{item['context']}{question}\n{PREFIX}",
+                {"until": ["\n"], "max_gen_toks": TOKENS, "do_sample": False},
+            ),
             0,
             metadata=("passkey", number, 1),
         )

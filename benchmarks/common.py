@@ -7,7 +7,9 @@ median of the ratios of neighbours.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import json
 import os
 import platform
@@ -81,32 +83,37 @@ def paired(
     }
 
 
-def matrix_multiply_speed(dtype: str = "float32", rows: int = 512, seconds: float = 2.0) -> float:
-    """Floating-point operations per second of a matrix multiplication with the sizes of
-    SmolLM2's feed-forward layer (576 x 1536): what no model can beat on this machine."""
+def matrix_multiply_speed(model, rows: int = 1024, repeats: int = 5) -> float:
+    """Floating-point operations per second of the layers' own matrix multiplications, one after
+    the other for ``rows`` tokens and nothing between them: what no forward pass can beat here."""
     import torch
 
-    kind = getattr(torch, dtype)
-    a = torch.randn(rows, 576, dtype=kind)
-    b = torch.randn(576, 1536, dtype=kind)
-    for _ in range(5):
-        a @ b
-    best, until = 0.0, time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        start = time.perf_counter()
-        for _ in range(10):
-            a @ b
-        best = max(best, 10 * 2 * rows * 576 * 1536 / (time.perf_counter() - start))
-    return best
+    matrices = _layer_matrices(model)
+    inputs = {size: torch.randn(rows, size) for size in {matrix.shape[1] for matrix in matrices}}
+    seconds = []
+    with torch.inference_mode():
+        for _ in range(repeats + 1):
+            start = time.perf_counter()
+            for matrix in matrices:
+                torch.nn.functional.linear(inputs[matrix.shape[1]], matrix)
+            seconds.append(time.perf_counter() - start)
+    return rows * layer_operations_per_token(model) / statistics.median(seconds[1:])
 
 
 def layer_operations_per_token(model) -> int:
     """Multiplications and additions of one token in the layers' matrices, the vocabulary
     projection and attention over other tokens left out."""
-    head = model.get_output_embeddings().weight
-    embedding = model.get_input_embeddings().weight
-    matrices = {id(p): p for p in model.parameters() if p.ndim == 2}
-    return 2 * sum(p.numel() for key, p in matrices.items() if key not in (id(head), id(embedding)))
+    return 2 * sum(matrix.numel() for matrix in _layer_matrices(model))
+
+
+def head_operations_per_token(model) -> int:
+    """The same of the vocabulary projection, which only scored positions need."""
+    return 2 * model.get_output_embeddings().weight.numel()
+
+
+def _layer_matrices(model) -> list:
+    ends = {id(model.get_output_embeddings().weight), id(model.get_input_embeddings().weight)}
+    return [p for p in {id(p): p for p in model.parameters() if p.ndim == 2}.values() if id(p) not in ends]
 
 
 def answers_of(samples: list[dict[str, Any]]) -> dict[tuple[int, int], float]:
@@ -118,15 +125,47 @@ def answers_of(samples: list[dict[str, Any]]) -> dict[tuple[int, int], float]:
     }
 
 
-def evaluate(lm, name: str, limit: int | None, shots: int, data_dir: str | None, sampler: str | None = None):
-    """lm-eval's outcome for one task: (answers, accuracy)."""
+def evaluation(
+    lm,
+    name: str,
+    limit: int | None,
+    shots: int,
+    data_dir: str | None,
+    sampler: str | None = None,
+    first: int = 0,
+    **options: Any,
+) -> Callable[[], tuple[dict[tuple[int, int], float], float]]:
+    """What evaluates ``limit`` documents of one task, from ``first`` on: (answers, accuracy). The
+    task is loaded here, once for each call of the result, so that loading it is not timed."""
     from lm_eval.evaluator import evaluate as run
 
     from kvacc.task_catalog import load_tasks
 
-    tasks = load_tasks([name], data_dir=data_dir, num_fewshot=shots, fewshot_sampler=sampler)
-    out = run(lm, task_dict=tasks, limit=limit, bootstrap_iters=0)
-    return answers_of(out["samples"][name]), out["results"][name]["acc,none"]
+    tasks = load_tasks(
+        [name],
+        data_dir=data_dir,
+        num_fewshot=shots,
+        fewshot_sampler=sampler,
+        options=options or None,
+        tokenizer=lm.tokenizer if options else None,
+    )
+    task = tasks[name]
+    split = task.config.test_split if task.has_test_docs() else task.config.validation_split
+    documents = task.dataset[split]
+    last = len(documents) if limit is None else min(len(documents), first + limit)
+    task.dataset[split] = documents.select(range(first, last))
+
+    def evaluate():
+        with contextlib.redirect_stderr(io.StringIO()):  # progress bars
+            out = run(lm, task_dict=tasks, bootstrap_iters=0)
+        return answers_of(out["samples"][name]), out["results"][name]["acc,none"]
+
+    return evaluate
+
+
+def evaluate(*args: Any, **options: Any):
+    """The same at once."""
+    return evaluation(*args, **options)()
 
 
 def require_equal_answers(one, other, tolerance: float = 1e-3) -> None:

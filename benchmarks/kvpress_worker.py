@@ -1,8 +1,8 @@
 """Answers retention questions with NVIDIA's kvpress; started by ``against_kvpress.py`` with an
 interpreter that has kvpress installed (it needs an older transformers than kvacc).
 
-Reads one JSON request a line, ``{"press", "ratio", "items": [{"context", "questions"}], "tokens"}``,
-and writes ``{"seconds", "answers"}``.
+Reads one JSON request a line, ``{"press", "ratio", "items": [{"context", "questions"}], "prefix",
+"tokens"}``, and writes ``{"seconds", "answers"}``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     # The same prompt as in kvacc: no chat template around it.
     tokenizer.chat_template = None
+    tokenizer.bos_token = ""
     pipelines = {}
     for attention in ("sdpa", "eager"):
         model = AutoModelForCausalLM.from_pretrained(
@@ -40,6 +41,7 @@ def main() -> None:
             pipeline(
                 item["context"],
                 questions=item["questions"],
+                answer_prefix=asked["prefix"],
                 press=press,
                 max_new_tokens=asked["tokens"],
             )["answers"]

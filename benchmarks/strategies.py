@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 
-from common import emit, evaluate, machine, paired, quiet
+from common import emit, evaluation, machine, paired, quiet
 
 BUDGETS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 
@@ -22,7 +22,8 @@ def main() -> None:
     )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--data-dir", default=None)
-    parser.add_argument("--limit", type=int, default=40)
+    parser.add_argument("--limit", type=int, default=16, help="documents of the 5-shot tasks")
+    parser.add_argument("--strategies", default="h2o,infinigen,streaming_llm,quest")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", default="", help="part of a measurement's name")
     arguments = parser.parse_args()
@@ -34,32 +35,50 @@ def main() -> None:
     lm = KvaccLM(arguments.model)
     emit(measurement="machine", **machine())
 
-    def score(strategy, task: str, shots: int, **options):
+    def score(strategy, task: str, shots: int, limit: int, **options):
+        # The task is loaded before time is taken.
+        ready = evaluation(lm, task, limit, shots, arguments.data_dir, **options)
+
         def run():
             lm.use(strategy, "stream")
-            return evaluate(lm, task, arguments.limit, shots, arguments.data_dir, **options)
+            return ready()
 
         return run
 
     full = make_strategy("full")
-    for name in ("h2o", "infinigen", "quest", "streaming_llm"):
+    cases = (
+        ("piqa 0-shot", "piqa", 0, 4 * arguments.limit, {}),
+        ("piqa 5-shot", "piqa", 5, arguments.limit, {}),
+        ("passkey of 1,024 tokens", "kvacc_passkey", 0, arguments.limit // 2, {"length": 1024}),
+    )
+    for name in arguments.strategies.split(","):
         strategy = make_strategy(name, 0.2)
-        for task, shots in (("piqa", 0), ("piqa", 5), ("kvacc_passkey", 0)):
-            label = f"{name} / full, stream, {task} {shots}-shot"
+        for words, task, shots, limit, options in cases:
+            label = f"{name} / full, stream, {words}"
             if arguments.only not in label:
                 continue
             # The first use prepares the strategy (compiling, calibration).
-            score(strategy, task, shots)()
+            score(strategy, task, shots, 1, **options)()
             times = paired(
-                score(strategy, task, shots), score(full, task, shots), arguments.repeats, same_requests
+                score(strategy, task, shots, limit, **options),
+                score(full, task, shots, limit, **options),
+                arguments.repeats,
+                same_requests,
             )
-            emit(measurement=label, limit=arguments.limit, **times)
+            emit(measurement=label, limit=limit, **times)
     label = "six budgets / one budget, h2o, stream, piqa 5-shot"
     if arguments.only in label:
-        one = score(make_strategy("h2o", 0.2), "piqa", 5)
-        six = [score(make_strategy("h2o", budget), "piqa", 5) for budget in BUDGETS]
-        times = paired(lambda: [run() for run in six], one, arguments.repeats, lambda *answers: None)
-        emit(measurement=label, limit=arguments.limit, **times)
+        one = score(make_strategy("h2o", 0.2), "piqa", 5, arguments.limit)
+        six = [score(make_strategy("h2o", budget), "piqa", 5, arguments.limit) for budget in BUDGETS]
+        base = score(full, "piqa", 5, arguments.limit)
+        for words, first in (("", []), (", full in both", [base])):
+            times = paired(
+                lambda first=first: [run() for run in [*first, *six]],
+                lambda first=first: [run() for run in [*first, one]],
+                arguments.repeats,
+                lambda *answers: None,
+            )
+            emit(measurement=label + words, limit=arguments.limit, **times)
 
 
 def same_requests(one, other) -> None:

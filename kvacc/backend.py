@@ -30,9 +30,16 @@ from kvacc.budget import EVERYTHING
 from kvacc.calibration import calibration_text
 from kvacc.engine.fidelity import Meter, References
 from kvacc.engine.generation import Generated, generate
-from kvacc.engine.memory import batch_tokens_for
+from kvacc.engine.memory import MOST_PROMPT_TOKENS, batch_tokens_for
 from kvacc.engine.plan import Request
+from kvacc.engine.prefill import (
+    read_in_chunks,
+    require_chunk,
+    require_chunked_prefill,
+    require_state_carried,
+)
 from kvacc.engine.scoring import Score, is_out_of_memory, score_documents
+from kvacc.engine.shared_prompt import Beginning, can_share, plan_batches
 from kvacc.engine.stepping import RowReading
 from kvacc.engine.wrapped import WrappedModel
 from kvacc.errors import KvaccError, nearest
@@ -111,6 +118,8 @@ class KvaccLM(HFLM):
             agreement, attention mass kept (:mod:`kvacc.engine.fidelity`). ``full`` runs once for a
             request, whatever is compared with it afterwards.
         window: tokens of a window in which whole texts are scored; the model's context by default.
+        prefill_chunk: tokens of a prompt that a generation reads in one pass; all by default. It
+            bounds the memory of long prompts and changes no result.
         batch_size: rows per pass of a generation; scoring is batched by tokens.
             ``max_batch_size`` is lm-eval's own argument and changes nothing.
         device, dtype, revision, device_map, trust_remote_code, gguf_file: how the model is
@@ -133,6 +142,7 @@ class KvaccLM(HFLM):
         max_batch_tokens: int | None = None,
         fidelity: bool = False,
         window: int | None = None,
+        prefill_chunk: int | None = None,
         device: str | None = None,
         dtype: str | None = None,
         revision: str | None = None,
@@ -152,6 +162,7 @@ class KvaccLM(HFLM):
             raise KvaccError(f"fidelity {fidelity!r} is neither true nor false; give one of them")
         self.fidelity = fidelity
         self.window = None if window is None else _positive("window", window, "nothing")
+        self.prefill_chunk = require_chunk(prefill_chunk)
         self.references = References()
         self.meter = Meter()
         """What was summed over all tokens scored since the records were cleared."""
@@ -172,11 +183,14 @@ class KvaccLM(HFLM):
         else:
             model = pretrained
         self.wrapped = WrappedModel(model, calibration=self._calibration_tokens)
+        if self.prefill_chunk is not None:
+            require_state_carried(model, lambda *read: read_in_chunks(self.wrapped, *read))
         with _no_warning_of_a_loaded_model():
             super().__init__(
                 model, backend="causal", tokenizer=tokenizer, batch_size=self.rows_per_batch or 1, **for_hf
             )
         self.max_batch_tokens = max_batch_tokens or batch_tokens_for(self.wrapped.model)
+        self.max_prompt_tokens = max_batch_tokens or batch_tokens_for(self.wrapped.model, MOST_PROMPT_TOKENS)
         self.pretrained = resolve(pretrained) if isinstance(pretrained, str) else ""
         self.revision = revision
         self.progress: Callable[[int, int], None] | None = None
@@ -198,6 +212,7 @@ class KvaccLM(HFLM):
         """Switch to another strategy; the model stays loaded and no state is carried over.
         ``tail_tokens`` stays as it was when not given."""
         strategy.require_protocol(protocol)
+        require_chunked_prefill(strategy, self.prefill_chunk)
         if tail_tokens is None:
             tail_tokens = self.tail_tokens
         if not isinstance(tail_tokens, int) or tail_tokens < 0:
@@ -522,35 +537,56 @@ class KvaccLM(HFLM):
         with tqdm(total=len(requests), disable=quiet, desc=f"{self.strategy.name}: generate_until") as bar:
             advance = self._advance(bar, len(requests))
             for numbers in groups.values():
-                # Longest first, as in scoring.
-                lengths = {n: len(self.tok_encode(requests[n].args[0])) for n in numbers}
-                numbers = sorted(numbers, key=lambda n: -lengths[n])
-                limit = len(numbers)
-                while numbers:
-                    size = self.rows_per_batch or max(
-                        1, min(16, self.max_batch_tokens // max(1, lengths[numbers[0]]))
-                    )
-                    size = min(size, limit)
-                    batch, rest = numbers[:size], numbers[size:]
-                    try:
-                        made = self._generate_batch([requests[n] for n in batch])
-                    except (RuntimeError, MemoryError) as error:
-                        if not is_out_of_memory(error) or len(batch) == 1:
-                            raise
-                        limit = len(batch) // 2
-                        continue
-                    numbers = rest
-                    for n, (text, record) in zip(batch, made, strict=True):
-                        texts[n], records[n] = text, record
-                    advance(len(batch))
+                alike = [requests[n] for n in numbers]
+                for which, made in self._in_batches(alike):
+                    for k, (text, record) in zip(which, made, strict=True):
+                        texts[numbers[k]], records[numbers[k]] = text, record
+                    advance(len(which))
         self.records += self._compared_with_full(requests, records) if self.fidelity else records
         for instance, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", instance.args, text)
         return texts
 
-    def _generate_batch(self, instances: list[Instance]) -> list[tuple[str, RequestRecord]]:
+    def _in_batches(
+        self, instances: list[Instance]
+    ) -> Iterator[tuple[list[int], list[tuple[str, RequestRecord]]]]:
+        """Numbers of instances with equal generation arguments, and what was generated for them."""
+        prompts = []
+        for instance in instances:
+            tokens, reading, _ = self._reading(instance)
+            prompts.append(Request(tuple(tokens), tuple(tokens[-1:]), reading.dense, reading.compressed))
+        share = can_share(self.wrapped, self.strategy)
+        room = self._generation_options(instances[0])[2] if instances else 0
+        waiting = plan_batches(prompts, self.strategy, share, self._rows_for, room)
+        beginning: Beginning | None = None
+        group: int | None = None
+        while waiting:
+            batch = waiting.pop(0)
+            try:
+                if batch.group != group or beginning is None:
+                    beginning, group = None, batch.group  # its memory is free before the next is read
+                    if batch.shared:
+                        first = prompts[batch.prompts[0]]
+                        beginning = Beginning(
+                            self.wrapped, self.strategy, first, batch.shared, self.prefill_chunk
+                        )
+                made = self._generate_batch([instances[n] for n in batch.prompts], beginning)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error) or (len(batch.prompts) == 1 and not batch.shared):
+                    raise
+                waiting = [*batch.halves(), *waiting]
+                continue
+            yield batch.prompts, made
+
+    def _rows_for(self, prompt_tokens: int) -> int:
+        """Rows of a generation from prompts of that length."""
+        return self.rows_per_batch or max(1, min(16, self.max_prompt_tokens // max(1, prompt_tokens)))
+
+    def _generate_batch(
+        self, instances: list[Instance], beginning: Beginning | None = None
+    ) -> list[tuple[str, RequestRecord]]:
         """One batch with equal generation arguments."""
-        made = self._generate(instances, self.strategy)
+        made = self._generate(instances, self.strategy, beginning=beginning)
         if self.fidelity and self.strategy.name == "full" and _is_greedy(made.options):
             self._keep_answers(made)
         out = []
@@ -624,6 +660,11 @@ class KvaccLM(HFLM):
             raise KvaccError(
                 "generation argument cache_implementation: the strategy is the cache; leave it out"
             )
+        if "prefill_chunk_size" in options:
+            raise KvaccError(
+                "generation argument prefill_chunk_size: give the model prefill_chunk, which is checked "
+                "against the strategy"
+            )
         if self.max_length - room < 1:
             raise KvaccError(
                 f"max_gen_toks {room} leaves no room for a prompt in a context of {self.max_length} tokens"
@@ -640,7 +681,11 @@ class KvaccLM(HFLM):
         return prompt, RowReading(0, dense, dense or len(prompt)), cut
 
     def _generate(
-        self, instances: list[Instance], strategy: Strategy, greedy: bool = False
+        self,
+        instances: list[Instance],
+        strategy: Strategy,
+        greedy: bool = False,
+        beginning: Beginning | None = None,
     ) -> _GeneratedBatch:
         """Generate under a strategy; ``greedy`` takes the most likely token, whatever the task asks."""
         options, until, room, total = self._generation_options(instances[0])
@@ -670,6 +715,7 @@ class KvaccLM(HFLM):
                 stop=until,
                 max_length=total or width + room,
                 cache=cache,
+                prefill_chunk_size=self.prefill_chunk,
                 **options,
             )
 
@@ -685,6 +731,8 @@ class KvaccLM(HFLM):
                 copies,
                 ends,
                 lambda made: self._answer_length(made, until),
+                self.prefill_chunk,
+                beginning,
             )
         except (TypeError, ValueError) as error:
             if isinstance(error, KvaccError) or "model_kwargs" not in str(error):

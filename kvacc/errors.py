@@ -24,3 +24,8 @@ def unknown(what: str, value: str, allowed: Iterable[str]) -> KvaccError:
     """The error for a name that is not in ``allowed``, with the nearest right one."""
     names = sorted(allowed)
     return KvaccError(f"unknown {what} {value!r}{nearest(value, names)}; known: {', '.join(names)}")
+
+
+def one_line(error: object) -> str:
+    """An exception's message, or any text, on one line."""
+    return " ".join(str(error).split())

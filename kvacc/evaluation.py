@@ -208,6 +208,16 @@ def require_shots(spec: CellSpec, task: Task) -> None:
                 f"task {spec.task!r} has {available} documents to draw examples from, too few for "
                 f"{spec.shots} shots; ask for at most {max(available - 1, 0)}"
             )
+        _require_sampler(spec, task)
+
+
+def _require_sampler(spec: CellSpec, task: Task) -> None:
+    """Raise RuntimeError if the task would build other prompts than the cell will say."""
+    from lm_eval.api.samplers import get_sampler
+
+    if type(task.sampler) is not get_sampler(spec.fewshot_sampler):
+        found = type(task.sampler).__name__
+        raise RuntimeError(f"task {spec.task!r} was loaded with a {found}, not with {spec.fewshot_sampler}")
 
 
 def _documents(samples: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:

@@ -28,11 +28,11 @@ from kvacc.leaderboard_rows import (
     option_words,
 )
 from kvacc.records import as_bytes
+from kvacc.shots import shots_text
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kvacc.results import Cell
 
 __all__ = ["Average", "Row", "averages", "build", "render_table", "to_csv", "to_json", "to_markdown", "write"]
 
@@ -121,11 +121,8 @@ def render_table(rows: Sequence[Row], width: int | None = None) -> Table:
     return page
 
 
-def write(rows: Sequence[Row], folder: str | Path, cells: Sequence[Cell] | None = None) -> list[Path]:
+def write(rows: Sequence[Row], folder: str | Path) -> list[Path]:
     """Write leaderboard.md, .csv and .json; each file is replaced in one step.
-
-    Args:
-        cells: those of the rows; with them leaderboard.html (:mod:`kvacc.page`) is written too.
 
     Returns:
         The files.
@@ -135,15 +132,10 @@ def write(rows: Sequence[Row], folder: str | Path, cells: Sequence[Cell] | None 
     """
     folder = Path(folder)
     texts = (to_markdown(rows), to_csv(rows), to_json(rows))
-    written = [
+    return [
         write_whole(folder / name, text, mend="choose another folder")
         for name, text in zip(FILES, texts, strict=True)
     ]
-    if cells is not None:
-        from kvacc.page import write_page
-
-        written.append(write_page(cells, folder / "leaderboard.html", rows))
-    return written
 
 
 def to_markdown(rows: Sequence[Row]) -> str:
@@ -337,18 +329,17 @@ def _marks_of(row: Row, marks: dict[str, str]) -> str:
 
 def heading_of(row: Row) -> str:
     """What all rows of a table share: model, task, shots, items, metric, chance and source."""
-    shots = "task's own shots" if row.shots is None else f"{row.shots}-shot"
     kind = "smoke test, " if row.kind == "smoke" else ""
     chance = "unknown" if row.chance is None else f"{row.scale * row.chance:.1f}"
     return (
-        f"{row.model} ({row.dtype}), {row.task_label}, {shots}: {kind}{row.items} items, {row.metric}, "
-        f"chance {chance}, data: {row.source}"
+        f"{row.model} ({row.dtype}), {row.task_label}, {row.shots_label}: {kind}{row.items} items, "
+        f"{row.metric}, chance {chance}, data: {row.source}"
     )
 
 
 def tasks_averaged(entry: Average) -> str:
     """Model, shots and tasks of an average, and on which of them ``full`` is at chance."""
-    shots = "the task's own shots" if entry.shots is None else f"{entry.shots}-shot"
+    shots = shots_text(entry.shots, entry.fewshot_sampler)
     kind = "smoke-test" if entry.kind == "smoke" else entry.kind
     chance = f" (full at chance on {', '.join(entry.tasks_at_chance)})" if entry.tasks_at_chance else ""
     options = "".join(f" {words}" for words in option_words(entry.task_options))

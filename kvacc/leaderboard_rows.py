@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvacc.budget import Budget
 from kvacc.pairing import Comparison, Items, compare, environment_differences, read_items, why_not_paired
 from kvacc.results import Cell
+from kvacc.shots import DEFAULT_SAMPLER, shots_text
 from kvacc.statistics import holm, is_at_chance
 from kvacc.strategy import PROTOCOLS
 
@@ -57,6 +58,9 @@ class Row(BaseModel):
     kind: str = Field(description="benchmark, smoke or retention.")
     source: str = Field(description="Where the documents came from.")
     shots: int | None = Field(description="Few-shot examples; null is the task's own number.")
+    fewshot_sampler: str = Field(
+        default=DEFAULT_SAMPLER, description="How examples were chosen: default or first_n, as in lm-eval."
+    )
     task_options: dict[str, Any] = Field(
         default_factory=dict, description="Options of the task that differ from its defaults."
     )
@@ -136,7 +140,8 @@ class Row(BaseModel):
     def group(self) -> tuple:
         """Rows of one group stand in one table: same model, task and items."""
         return (
-            self.model, self.model_id, -1 if self.shots is None else self.shots, self.task,
+            self.model, self.model_id, -1 if self.shots is None else self.shots, self.fewshot_sampler,
+            self.task,
             # Short prompts before long ones.
             self.task_options.get("length", 0), self.metric,
             -1 if self.limit is None else self.limit, self.seed, self.data_fingerprint, self.task_version,
@@ -148,6 +153,11 @@ class Row(BaseModel):
         """``kvacc_needle length=1024``: the task with its options."""
         return " ".join([self.task, *option_words(self.task_options)])
 
+    @property
+    def shots_label(self) -> str:
+        """``5-shot``, or ``5-shot first_n``: examples, and how they were chosen."""
+        return shots_text(self.shots, self.fewshot_sampler)
+
 
 class Average(BaseModel):
     """A strategy's average over every task of one kind, each task counting once."""
@@ -158,6 +168,7 @@ class Average(BaseModel):
     dtype: str = Field(description="Number format of the weights.")
     kind: str = Field(description="benchmark, smoke or retention.")
     shots: int | None = Field(description="Few-shot examples.")
+    fewshot_sampler: str = Field(default=DEFAULT_SAMPLER, description="How examples were chosen.")
     task_options: dict[str, Any] = Field(default_factory=dict, description="Options that all the tasks have.")
     tasks: list[str] = Field(description="The tasks averaged, with options in which they differ.")
     tasks_at_chance: list[str] = Field(description="Those of them on which full is at chance.")
@@ -205,7 +216,7 @@ def build(cells: Iterable[Cell]) -> list[Row]:
 def averages(rows: Sequence[Row]) -> list[Average]:
     """Each strategy's average over the tasks of one kind, where that is fair.
 
-    The tasks are those of ``full`` (same model, shots, limit and seed), two at the
+    The tasks are those of ``full`` (same model, shots, sampler, limit and seed), two at the
     least; where ``full`` was not run at all, those of any strategy, and there are no
     differences. A strategy has an average only when it ran on all of them, on the same
     items, and acted on each; otherwise the entry says what is missing. Tasks are
@@ -217,7 +228,8 @@ def averages(rows: Sequence[Row]) -> list[Average]:
         if row.unit == "points":
             # Scores at different lengths are different questions, and averaged apart.
             where = json.dumps({k: row.task_options.get(k) for k in _APART}, sort_keys=True)
-            groups[row.model, row.model_id, row.kind, row.shots, row.limit, row.seed, where].append(row)
+            shots = row.shots, row.fewshot_sampler
+            groups[row.model, row.model_id, row.kind, shots, row.limit, row.seed, where].append(row)
     result = []
     for members in groups.values():
         common = _common_options(members)
@@ -257,6 +269,7 @@ def _row(cell: Cell, baselines: dict[tuple, list[Cell]], items: dict[str, Items]
         kind=task.kind,
         source=task.source,
         shots=spec.shots,
+        fewshot_sampler=spec.fewshot_sampler,
         task_options=spec.task_options,
         strategy=spec.strategy,
         options=spec.options,
@@ -477,6 +490,7 @@ def _average(
         dtype=one.dtype,
         kind=one.kind,
         shots=one.shots,
+        fewshot_sampler=one.fewshot_sampler,
         task_options=common,
         tasks=list(tasks),
         tasks_at_chance=[task for task in tasks if task in full and AT_CHANCE in full[task].notes],
@@ -512,7 +526,7 @@ def _why_no_baseline(cell: Cell, baselines: dict[tuple, list[Cell]]) -> str:
         found = "; ".join(" ".join(option_words(asked)) or "none" for asked in options.values())
         own = " ".join(option_words(cell.spec.task_options)) or "none"
         return f"full ran with task options {found}, this with {own}"
-    for name in ("shots", "limit", "seed"):
+    for name in ("shots", "fewshot_sampler", "limit", "seed"):
         found = sorted({str(getattr(other.spec, name)) for other in same_task})
         if found and str(getattr(cell.spec, name)) not in found:
             return f"full ran with {name} {', '.join(found)}, this with {getattr(cell.spec, name)}"
@@ -521,7 +535,8 @@ def _why_no_baseline(cell: Cell, baselines: dict[tuple, list[Cell]]) -> str:
 
 def _what_was_asked(cell: Cell) -> tuple:
     spec = cell.spec
-    return _model_id(cell), spec.task, spec.shots, spec.limit, spec.seed, _options_key(spec.task_options)
+    shots = spec.shots, spec.fewshot_sampler
+    return _model_id(cell), spec.task, shots, spec.limit, spec.seed, _options_key(spec.task_options)
 
 
 def _model_id(cell: Cell) -> str:

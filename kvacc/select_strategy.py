@@ -178,6 +178,9 @@ class Selector:
         """What each query reads. Queries come in the order of the text."""
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """The queries of a forward pass of the step path are answered: what they alone needed can go."""
+
     def reorder(self, rows: torch.Tensor) -> None:
         """Row b continues what was row ``rows[b]`` (beam search)."""
         self.state = {name: value[rows] for name, value in self.state.items()}

@@ -18,6 +18,7 @@ What a strategy says about itself are class attributes, asked before anything ru
 ``causal``                False when a score can depend on later tokens
 ``physical_eviction``     False when hidden entries stay in memory
 ``offloads``              the cache is in host memory, and a selection is read
+``chunked_prefill``       False when it matters how a prompt is cut into passes
 ========================  =====================================================
 
 An :class:`EvictStrategy` forgets entries for good. The engine calls it with plain
@@ -95,6 +96,13 @@ class Strategy:
     def physical_eviction(self) -> bool:
         """False when hidden entries stay in memory, so that no memory is saved."""
         return True
+
+    @property
+    def chunked_prefill(self) -> bool:
+        """True when reading a prompt in several forward passes gives the result of reading it in
+        one. The engine replays causal decisions token by token, so only a strategy that looks at
+        a prompt as a whole has to say False."""
+        return self.causal
 
     @property
     def shares_trees(self) -> bool:
@@ -228,6 +236,13 @@ def top(scores, position, alive, protected, budget):
         return alive.clone()
     infinity = float("inf")
     rank = torch.where(protected, infinity, scores)
+    excess = alive.sum(-1, keepdim=True) - budget
+    if int(excess.max()) <= 1:
+        # A decoding step: the worst entry is found without sorting; of equal ones the last goes.
+        rank = torch.where(alive, rank, infinity)
+        worst = alive & (rank == rank.amin(-1, keepdim=True))
+        last = torch.where(worst, position, -1).amax(-1, keepdim=True)
+        return alive & ~(worst & (position == last) & (excess > 0))
     rank = torch.where(alive, rank, -infinity)
     # Stable sort of entries laid out by position: equal scores stay in text order.
     by_position = position.argsort(dim=-1, stable=True)

@@ -41,8 +41,10 @@ _WITHOUT_INFLUENCE = ("max_batch_tokens", "device", "device_map")
 _DOCUMENTS_WEIGHED = 20
 
 LoadModel = Callable[[ModelEntry, RunConfig], "LM"]
-TaskKey = tuple[str, str, str, int]
-"""What decides a task's prompts: name, options, the tokenizer it is made for, shots."""
+TaskKey = tuple[str, str, str, int, str]
+"""What decides a task's prompts: name, options, the tokenizer it is made for, shots and their sampler."""
+_DOCUMENTS = slice(0, 3)
+"""The part of it that decides the documents."""
 
 
 @dataclass
@@ -180,7 +182,8 @@ def _task_key(spec: CellSpec) -> TaskKey:
     # Only a task that is generated depends on the model: its length counts the model's tokens.
     generated = task_catalog.find_task(spec.task).generator is not None
     model = json.dumps(spec.model.identity(), sort_keys=True) if generated else ""
-    return spec.task, json.dumps(spec.task_options, sort_keys=True), model, spec.shots
+    options = json.dumps(spec.task_options, sort_keys=True)
+    return spec.task, options, model, spec.shots, spec.fewshot_sampler
 
 
 def _load_tasks(
@@ -206,6 +209,7 @@ def _load_tasks(
                 data_dir=config.data_dir,
                 num_fewshot=spec.shots,
                 seed=config.seed,
+                fewshot_sampler=spec.fewshot_sampler if spec.shots else None,
                 options=spec.task_settings,
                 tokenizer=tokenizers.get(model),
             )[spec.task]
@@ -393,10 +397,10 @@ def _refuse_changed_documents(
     specs: Sequence[CellSpec], finished: dict[str, results.Cell], tasks: dict[TaskKey, Task]
 ) -> None:
     # Examples come from the same documents, so another number of shots says as much of them.
-    loaded = {key[:-1]: task for key, task in tasks.items()}
+    loaded = {key[_DOCUMENTS]: task for key, task in tasks.items()}
     prints: dict[tuple, str] = {}
     for spec in specs:
-        key, cell = _task_key(spec)[:-1], finished[spec.cell_id]
+        key, cell = _task_key(spec)[_DOCUMENTS], finished[spec.cell_id]
         if key not in loaded:
             continue
         if key not in prints:

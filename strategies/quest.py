@@ -74,12 +74,7 @@ class Pages(Selector):
     def extend(self, new):
         import torch
 
-        rows, _, count, _ = new.key.shape
-        if self.columns is not None:
-            is_last = (self.state["place"] + 1) % self.strategy.page_size == 0
-            held = is_last.any(0) | (self.columns == self.width - 1)
-            self.columns = self.columns[held]
-            self.state = {name: value[:, held] for name, value in self.state.items()}
+        count = new.key.shape[2]
         arrived = torch.arange(self.width, self.width + count, device=new.key.device)
         self.columns = arrived if self.columns is None else torch.cat([self.columns, arrived])
         self.width += count
@@ -94,6 +89,12 @@ class Pages(Selector):
             for name, narrow in (("low", torch.minimum), ("high", torch.maximum)):
                 bounds = self.state[name]
                 bounds[row, first + token] = narrow(bounds[row, first + token], bounds[row, slot[row, token]])
+
+    def settle(self):
+        is_last = (self.state["place"] + 1) % self.strategy.page_size == 0
+        held = is_last.any(0) | (self.columns == self.width - 1)
+        self.columns = self.columns[held]
+        self.state = {name: value[:, held] for name, value in self.state.items()}
 
     def select(self, asked):
         import torch

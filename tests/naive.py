@@ -254,6 +254,6 @@ def step_through(wrapped, strategy, tokens, chunks=None, dense=0, compressed=Non
                 if isinstance(cache, KeptLayer):
                     for head in range(cache.entries.alive.shape[1]):
                         alive = cache.entries.alive[0, head]
-                        kept[layer, head] = cache.entries.position[0, head][alive].tolist()
+                        kept[layer, head] = sorted(cache.entries.position[0, head][alive].tolist())
             after.append(kept)
     return torch.cat(logits)[padding:], after, session

@@ -121,6 +121,43 @@ def test_full_equals_hf_on_loglikelihood(lm, hf):
     assert len({round(value) for value, _ in found}) > 5
 
 
+def test_questions_on_one_haystack_are_answered_as_each_alone(ours, monkeypatch):
+    from kvacc.engine import generation, prefix, shared_prompt
+
+    monkeypatch.setattr(prefix, "LEAST_SAVED", 1)
+    monkeypatch.setattr(shared_prompt, "PASS_WORTH", 0)
+    begun = []
+    original = shared_prompt.Beginning.continue_in
+    monkeypatch.setattr(
+        shared_prompt.Beginning,
+        "continue_in",
+        lambda self, session: (begun.append(len(session.rows)), original(self, session))[1],
+    )
+    assert generation.Beginning is shared_prompt.Beginning
+    haystack = text(30, 2)
+    questions = [
+        Instance(
+            "generate_until",
+            {"context": haystack},
+            (haystack + tail, {"until": [], "max_gen_toks": 6}),
+            0,
+            metadata=("task", n, 1),
+        )
+        for n, tail in enumerate((" old tree", " quick fox", " it", " near water and"))
+    ]
+    for strategy in ("full", "h2o"):
+        lm = ours(strategy=strategy, budget=None if strategy == "full" else 0.3, protocol="context")
+        together = lm.generate_until(questions)
+        records, lm.records = lm.records, []
+        assert sum(begun) == len(questions), "the haystack was not shared"
+        begun.clear()
+        alone = [lm.generate_until([question])[0] for question in questions]
+        assert not begun
+        assert together == alone
+        assert [r.kept_fraction for r in records] == pytest.approx([r.kept_fraction for r in lm.records])
+        assert [r.acted for r in records] == [r.acted for r in lm.records] == [strategy == "h2o"] * 4
+
+
 def test_full_equals_hf_when_a_greedy_continuation_is_asked_for(lm, hf):
     starts = [text(3, n) for n in range(20)]
     best = lm.generate_until([complete(start, until=[], max_gen_toks=1) for start in starts])

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from kvacc import config, task_catalog
-from kvacc.config import config_from, load_config, plan_cells
+from kvacc.config import config_from, load_config, loading, plan_cells
 from kvacc.errors import KvaccError
 from kvacc.strategy import make_strategy
 
@@ -220,7 +220,7 @@ def test_a_missing_file_names_the_packaged_ones(tmp_path, monkeypatch):
     folder = tmp_path / "packaged"
     folder.mkdir()
     (folder / "quickstart.yaml").write_text(MINIMAL)
-    monkeypatch.setattr(config, "packaged_configs", lambda: {"quickstart": folder / "quickstart.yaml"})
+    monkeypatch.setattr(loading, "packaged_configs", lambda: {"quickstart": folder / "quickstart.yaml"})
     monkeypatch.chdir(tmp_path)
     assert "did you mean 'quickstart'?" in error_of("quickstrat")
     assert "no configuration file" in error_of("somewhere/quickstart.yaml")

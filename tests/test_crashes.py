@@ -13,7 +13,7 @@ import pytest
 from kvacc import results
 from kvacc.errors import KvaccError
 from kvacc.store import Store
-from kvacc.store_merge import merge
+from kvacc.store.merge import merge
 
 SETTINGS = {
     "models": ["fake"],

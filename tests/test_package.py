@@ -63,7 +63,7 @@ def test_lazy_names_resolve():
         assert name in dir(kvacc)
     assert kvacc.Budget.parse("20%").is_fraction
     assert kvacc.make_strategy("h2o", 0.5).name == "h2o"
-    assert kvacc.load_config.__module__ == "kvacc.config"
+    assert kvacc.load_config.__module__ == "kvacc.config.loading"
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = kvacc.nonsense
 

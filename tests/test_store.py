@@ -16,11 +16,11 @@ from kvacc.cli import cli
 from kvacc.errors import KvaccError
 from kvacc.results import SAMPLE_COLUMNS, read_cell, read_cells, write_cell
 from kvacc.store import Store
-from kvacc.store_check import REQUIRED_COLUMNS
-from kvacc.store_diff import diff_cells, match_cells
-from kvacc.store_export import FORMATS, as_text, choose_columns, write_text
-from kvacc.store_merge import merge
-from kvacc.store_tables import cell_columns
+from kvacc.store.check import REQUIRED_COLUMNS
+from kvacc.store.diff import diff_cells, match_cells
+from kvacc.store.export import FORMATS, as_text, choose_columns, write_text
+from kvacc.store.merge import merge
+from kvacc.store.tables import cell_columns
 
 PAPER = Path(__file__).parents[1] / "leaderboard" / "paper" / "runs"
 
@@ -57,13 +57,13 @@ def test_cells_are_rows_with_a_column_for_every_scalar(run):
 
 def test_every_scalar_of_the_schema_has_a_column_of_its_own():
     """No two parts of a cell may have a field of one name, of which one would hide the other."""
-    from kvacc import store_tables
+    from kvacc.store import tables
 
     names = [
-        store_tables._RENAMED.get((part, field), field)
-        for part, record in store_tables._records().items()
+        tables._RENAMED.get((part, field), field)
+        for part, record in tables._records().items()
         for field in record.model_fields
-        if (part, field) not in store_tables._LEFT_OUT
+        if (part, field) not in tables._LEFT_OUT
     ]
     assert len(names) == len(set(names))
     assert set(names) <= set(cell_columns())

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from kvacc import task_catalog
 from kvacc.errors import KvaccError
 from kvacc.task_catalog import (
     BENCHMARKS,
@@ -30,6 +29,7 @@ from kvacc.task_catalog import (
     find_task,
     hub_reachable,
     load_tasks,
+    loading,
     task_names,
     tasks_folder,
     write_task_yamls,
@@ -118,7 +118,7 @@ def test_only_the_source_of_a_stock_task_changes(name, items_folder):
     from lm_eval.tasks._yaml_loader import load_yaml
 
     info = find_task(name)
-    stock = load_yaml(task_catalog._stock_yaml(info))
+    stock = load_yaml(loading.stock_yaml(info))
     assert load_tasks([name], data_dir=items_folder)[name].VERSION == stock["metadata"]["version"]
     for task in (
         load_tasks([name], data_dir=items_folder)[name],
@@ -158,9 +158,10 @@ def test_a_second_load_gives_the_same_prompts(any_folder):
         assert [i.args for i in other.instances] != [i.args for i in first.instances]
 
 
+@pytest.mark.parametrize("sampler", ["default", "first_n"])
 @pytest.mark.parametrize("name", [*BENCHMARKS, *SMOKE_TESTS])
-def test_a_document_is_never_its_own_example(name, any_folder):
-    task = load_tasks([name], data_dir=any_folder, num_fewshot=5)[name]
+def test_a_document_is_never_its_own_example(name, sampler, any_folder):
+    task = load_tasks([name], data_dir=any_folder, num_fewshot=5, fewshot_sampler=sampler)[name]
     for instance in prompts(task, limit=40):
         question = task.doc_to_text(instance.doc)
         if isinstance(question, int):  # WinoGrande: the options stand in the prompt
@@ -234,8 +235,8 @@ def test_changed_file_is_read_anew(tmp_path):
 
 
 def test_unreachable_hub_is_one_clear_line(monkeypatch):
-    monkeypatch.setattr(task_catalog, "hub_reachable", lambda: (False, "no route"))
-    monkeypatch.setattr(task_catalog, "_offline", lambda: None)
+    monkeypatch.setattr(loading, "hub_reachable", lambda: (False, "no route"))
+    monkeypatch.setattr(loading, "no_network", lambda: None)
     with pytest.raises(
         KvaccError, match=r"from the hub \(no route\).*KVACC_DATA_DIR.*kvacc_mini_boolq"
     ) as caught:

@@ -16,9 +16,12 @@ COMMANDS = {
     "leaderboard": ("kvacc.cli.leaderboard:leaderboard", "Compare results, paired with the full cache."),
     "plot": ("kvacc.cli.plot:plot", "Draw results: budget, pareto, heatmap, fidelity, kept entries."),
     "curve": ("kvacc.cli.curve:curve", "Perplexity by position over long texts, beside full."),
+    "probe": ("kvacc.cli.probe:probe", "Measure what strategies buy: time, memory, transfers, capacity."),
     "check": ("kvacc.cli.check:check", "Gate for CI: compare results with a committed baseline."),
+    "recommend": ("kvacc.cli.recommend:recommend", "Pick a strategy by accuracy, memory and time."),
     "baseline": ("kvacc.cli.baseline:baseline", "Make, change or show a baseline for kvacc check."),
     "calibrate": ("kvacc.cli.calibrate:calibrate", "Find the smallest budget that stays within a margin."),
+    "plan": ("kvacc.cli.plan:plan", "Say what fits a GPU, and how fast it could be."),
     "results": ("kvacc.cli.results:results", "List, compare, export, merge and check results."),
     "strategies": ("kvacc.cli.strategies:strategies", "List the strategies, or show one with its options."),
     "verify": ("kvacc.cli.verify:verify", "Check a strategy, your own included, against ten invariants."),
@@ -32,7 +35,7 @@ COMMANDS = {
 @click.group(
     cls=LazyGroup,
     commands_table=COMMANDS,
-    resumable=["run", "calibrate"],
+    resumable=["run", "probe", "calibrate"],
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Start with: kvacc run quickstart",
 )

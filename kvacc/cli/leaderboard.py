@@ -42,6 +42,7 @@ def show(
     """Print the leaderboard of result folders, and write its files where ``write_to`` (a folder)
     or ``page`` (an HTML file) is given."""
     from kvacc import leaderboard as board
+    from kvacc.page import write_page
     from kvacc.store import Store
 
     _require_html(page)
@@ -50,11 +51,10 @@ def show(
     if table:
         console.print(board.render_table(rows, width=console.width))
     if write_to is not None:
-        board.write(rows, Path(write_to), cells)
+        board.write(rows, Path(write_to))
+        write_page(cells, Path(write_to) / "leaderboard.html", rows)
         console.print(f"written: {Path(write_to)}/leaderboard.md, .csv, .json and .html", highlight=False)
     if page is not None:
-        from kvacc.page import write_page
-
         console.print(f"written: {write_page(cells, page, rows)}", highlight=False)
 
 

@@ -22,7 +22,8 @@ _FILTERS = ("model", "task", "shots", "protocol", "strategy")
 def plot() -> None:
     """Draw results as SVG, PNG, HTML or Vega-Lite JSON, by the suffix of --output.
 
-    RUNS are folders of results; each kind of picture shows the cells that have what it needs.
+    RUNS are folders of results; each kind of picture shows the cells that have what it needs. PROBES
+    are folders of kvacc probe.
     """
 
 
@@ -98,6 +99,70 @@ def perplexity(**arguments: Any) -> None:
     from kvacc.plots.perplexity import perplexity_figures
 
     _draw("perplexity", arguments, perplexity_figures, "log-likelihoods by position")
+
+
+def _of_probes(command: Callable) -> Callable:
+    """Arguments that every picture of probes takes."""
+    options = [
+        click.argument("probes", nargs=-1, required=True, type=click.Path()),
+        click.option("--output", "-o", metavar="FILE", help="Where to write it.  [default: KIND.svg]"),
+        click.option("--model", multiple=True, help="Only this model; may be repeated."),
+        click.option("--strategy", multiple=True, help="Only this strategy, beside full; may be repeated."),
+        click.option("--prompt", multiple=True, type=int, help="Only this prompt length; may be repeated."),
+        click.option("--batch", multiple=True, type=int, help="Only this batch; may be repeated."),
+        click.option(
+            "--columns",
+            type=click.IntRange(1),
+            default=3,
+            show_default=True,
+            help="Pictures beside each other.",
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@plot.command()
+@_of_probes
+def ttft(**arguments: Any) -> None:
+    """Time to first token by prompt length, with the point of failure.
+
+    PROBES are folders of kvacc probe.
+    """
+    from kvacc.plots.time_to_first_token import time_to_first_token_figures
+
+    _draw_probes("ttft", arguments, time_to_first_token_figures, "time to first token")
+
+
+@plot.command()
+@_of_probes
+def memory(**arguments: Any) -> None:
+    """Memory in parts, with the peaks of prefill and decode.
+
+    PROBES are folders of kvacc probe.
+    """
+    from kvacc.plots.memory_bars import memory_figures
+
+    _draw_probes("memory", arguments, memory_figures, "memory")
+
+
+@plot.command()
+@_of_results
+@click.option("--probes", multiple=True, required=True, type=click.Path(), help="Folder of kvacc probe.")
+@click.option("--prompt", type=click.IntRange(1), help="Tokens of a prompt.  [default: the longest that ran]")
+@click.option("--batch", type=click.IntRange(1), help="Prompts at once.  [default: the fewest]")
+def latency(probes: tuple[str, ...], prompt: int | None, batch: int | None, **arguments: Any) -> None:
+    """Difference to full against the time per output token, as probed."""
+    from kvacc.advice.cost import Wanted
+    from kvacc.plots.latency_accuracy import latency_accuracy_figures
+    from kvacc.probes.store import read_probes
+
+    def figures(cells: list[Cell], rows: list[Row]) -> list[Figure]:
+        wanted = Wanted(prompt_tokens=prompt, batch=batch)
+        return latency_accuracy_figures(cells, rows, read_probes(probes), wanted)
+
+    _draw("latency", arguments, figures, "two strategies with a difference and a probed time per token")
 
 
 @plot.command()
@@ -190,6 +255,40 @@ def _draw(
     figures = figures_of(cells, rows)
     if not figures:
         raise KvaccError(f"nothing to draw: {', '.join(arguments['runs'])} hold no {needs}")
+    _say(save(figures, output, arguments["columns"]), len(figures))
+
+
+def _draw_probes(
+    kind: str, arguments: dict[str, Any], figures_of: Callable[[list], list[Figure]], needs: str
+) -> None:
+    from kvacc.errors import KvaccError, unknown
+    from kvacc.leaderboard_rows import FULL
+    from kvacc.plots.drawing import require_suffix, save
+    from kvacc.probes.store import read_probes
+
+    output = arguments["output"] or f"{kind}.svg"
+    require_suffix(output)
+    records = read_probes(arguments["probes"])
+    values_of: dict[str, Callable[[Any], Any]] = {
+        "model": lambda case: case.model.get("pretrained"),
+        "strategy": lambda case: case.strategy,
+        "prompt": lambda case: case.prompt_tokens,
+        "batch": lambda case: case.batch,
+    }
+    for name, value_of in values_of.items():
+        wanted = arguments[name]
+        known = {value_of(record.case) for record in records}
+        for value in wanted:
+            if value not in known:
+                raise unknown(name, str(value), map(str, known))
+        records = [
+            record for record in records
+            if not wanted or value_of(record.case) in wanted
+            or (name == "strategy" and record.case.strategy == FULL)
+        ]  # fmt: skip
+    figures = figures_of(records)
+    if not figures:
+        raise KvaccError(f"nothing to draw: {', '.join(arguments['probes'])} hold no measured {needs}")
     _say(save(figures, output, arguments["columns"]), len(figures))
 
 

@@ -101,7 +101,7 @@ def diff(a: str, b: str, shown: int) -> None:
     from kvacc.cli.console import make_console
     from kvacc.cli.results_view import diff_view, run_diff_view
     from kvacc.store import Store
-    from kvacc.store_diff import diff_cells, match_cells
+    from kvacc.store.diff import diff_cells, match_cells
 
     console = make_console()
     runs = [_is_run(Path(path)) for path in (a, b)]
@@ -141,7 +141,7 @@ def aggregate(store: Store, by: tuple[str, ...], metric: str | None) -> None:
 @_filtered
 def export(store: Store, format: str, what: str, columns: str | None, output: str | None) -> None:
     """Export a table of the results; the same results give the same bytes."""
-    from kvacc.store_export import as_text, choose_columns, write_text
+    from kvacc.store.export import as_text, choose_columns, write_text
 
     names = [name.strip() for name in columns.split(",")] if columns else None
     table = choose_columns(store.table(what), what, format, names)
@@ -163,7 +163,7 @@ def merge(runs: tuple[str, ...], output: str) -> None:
 
     The same cell with different results in two folders is an error, and then nothing is copied.
     """
-    from kvacc.store_merge import merge as merge_runs
+    from kvacc.store.merge import merge as merge_runs
 
     report = merge_runs(runs, output)
     known = f", {len(report.present)} were there already" if report.present else ""
@@ -175,7 +175,7 @@ def merge(runs: tuple[str, ...], output: str) -> None:
 def check(runs: tuple[str, ...]) -> None:
     """Check every file below the folders RUNS; exit code 1 when a cell is damaged."""
     from kvacc.store import Store
-    from kvacc.store_check import examine_runs
+    from kvacc.store.check import examine_runs
 
     store = Store.open(runs, skip_damaged=True)
     problems, notes = examine_runs(runs, store.cells)
@@ -208,7 +208,7 @@ def sql(query: str, runs: tuple[str, ...], format: str | None) -> None:
     from kvacc.cli.console import make_console
     from kvacc.cli.results_view import rows_view
     from kvacc.store import Store
-    from kvacc.store_export import as_text
+    from kvacc.store.export import as_text
 
     answer = Store.open(runs).sql(query)
     if format is None:

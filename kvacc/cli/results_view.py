@@ -12,10 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kvacc.results import Cell
+from kvacc.shots import DEFAULT_SAMPLER, shots_text
 from kvacc.sweep_progress import as_duration
 
 if TYPE_CHECKING:
-    from kvacc.store_diff import CellDifference
+    from kvacc.store.diff import CellDifference
 
 NOTHING = "-"
 _VARYING = "(not the same in all cells)"
@@ -51,7 +52,7 @@ def cells_view(rows: Sequence[dict[str, Any]]) -> Table:
                     _budget(row),
                     row["protocol"],
                     _task(row),
-                    NOTHING if row["shots"] is None else str(row["shots"]),
+                    _shots(row),
                     str(row["items"]),
                     row["metric"],
                     _score(row["score"], row["stderr"]),
@@ -120,7 +121,7 @@ def run_diff_view(found: Sequence[CellDifference], only_a: Sequence[Cell], only_
             spec.strategy,
             spec.budget or NOTHING,
             spec.protocol,
-            f"{spec.task} {spec.shots}-shot",
+            f"{spec.task} {shots_text(spec.shots, spec.fewshot_sampler)}",
             f"{one.a.scores[metric].value:.4f}",
             f"{one.b.scores[metric].value:.4f}" if metric in one.b.scores else NOTHING,
             f"not compared: {one.why_not}" if one.why_not else same,
@@ -198,7 +199,8 @@ def _label(cell: Cell) -> str:
     spec = cell.spec
     budget = f" {spec.budget}" if spec.budget is not None else ""
     model = cell.model.get("name") or spec.model.get("pretrained")
-    return f"{cell.cell_id}: {model} {spec.strategy}{budget} {spec.protocol} {spec.task} {spec.shots}-shot"
+    shots = shots_text(spec.shots, spec.fewshot_sampler)
+    return f"{cell.cell_id}: {model} {spec.strategy}{budget} {spec.protocol} {spec.task} {shots}"
 
 
 def _fields(title: str, record: dict[str, Any]) -> Table:
@@ -227,6 +229,14 @@ def _telling_options(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
 def _task(row: dict[str, Any]) -> str:
     options = json.loads(row.get("task_options") or "{}")
     return " ".join([row["task"], *(f"{name}={_value(value)}" for name, value in options.items())])
+
+
+def _shots(row: dict[str, Any]) -> str:
+    """``5``, or ``5 first_n``."""
+    if row["shots"] is None:
+        return NOTHING
+    sampler = row["fewshot_sampler"]
+    return str(row["shots"]) if sampler == DEFAULT_SAMPLER else f"{row['shots']} {sampler}"
 
 
 def _budget(row: dict[str, Any]) -> str:

@@ -141,9 +141,13 @@ def weighted_values(attention: torch.Tensor, value: torch.Tensor) -> torch.Tenso
 
 def dense_attention(call: AttentionCall, mask: torch.Tensor | None) -> torch.Tensor:
     """Attention under a mask [B, 1 or Q, n, W], bool or (without softcap and sink logits)
-    a bias added to the logits; None is plain causal, n = W."""
+    a bias added to the logits; None is plain causal, n = W, or a single query that reads all."""
     query, key, value = call.query, call.key, call.value
     if call.softcap is None and call.aux is None:
+        if query.shape[2] == 1 and query.dtype == torch.float32 and query.device.type == "cpu":
+            return _one_query(call, mask)
+        if query.shape[2] == 1 and mask is None:
+            mask = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool, device=key.device)
         groups = query.shape[1] // key.shape[1]
         if groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -151,9 +155,19 @@ def dense_attention(call: AttentionCall, mask: torch.Tensor | None) -> torch.Ten
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=call.scaling
         )
     if mask is None:
-        width = key.shape[2]
-        mask = torch.ones(width, width, dtype=torch.bool, device=key.device).tril()[None, None]
+        count, width = query.shape[2], key.shape[2]
+        mask = torch.ones(count, width, dtype=torch.bool, device=key.device)
+        mask = (mask.tril() if count > 1 else mask)[None, None]
     logits = attention_logits(call, query, key)
     heads = call.aux.view(-1, 1).float() if call.aux is not None else None
     attention = masked_softmax(logits[:, :, None], mask[:, :, None], heads)[:, :, 0]
     return weighted_values(attention, value)
+
+
+def _one_query(call: AttentionCall, mask: torch.Tensor | None) -> torch.Tensor:
+    """:func:`dense_attention` of one query without softcap and sinks. The processor's fused kernel
+    wants keys and values repeated for every query head, which costs more than the attention."""
+    logits = attention_logits(call, call.query, call.key)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
+    return weighted_values(logits.softmax(-1), call.value)

@@ -1,10 +1,11 @@
-"""The scans of :mod:`kvacc.engine.scan` for the common rules, compiled with numba.
+"""The scans of :mod:`kvacc.engine.scan` for the common rules, compiled.
 
 ``attention_sum``: a score adds up the attention that an entry receives (H2O).
 ``static``: scores never change after arrival (windows, sinks, random).
 Each follows the reference decision for decision; the tests compare them. numba is
-optional (``pip install 'kvacc[fast]'``) and serves CPU tensors; without it the
-reference runs.
+optional (``pip install 'kvacc[fast]'``) and serves CPU tensors; Triton, which comes with
+the CUDA builds of PyTorch, serves GPUs (:mod:`kvacc.engine.triton_scan`). Without them
+the reference runs.
 """
 
 from __future__ import annotations
@@ -15,17 +16,30 @@ import numpy as np
 import torch
 
 from kvacc.compiled_choice import numba_is_here
+from kvacc.engine import triton_scan
 from kvacc.engine.scan import Scan
+from kvacc.strategy import EvictStrategy
 
 
 def supports(scan: Scan) -> bool:
     """Is there a compiled scan for this strategy's rule, here?"""
-    rule = scan.strategy.compiled
+    if scan.strategy.compiled is None or not _speaks_for(type(scan.strategy)):
+        return False
+    on_cpu = scan.current.alive.device.type == "cpu"
+    return (on_cpu and numba_is_here()) or triton_scan.supports(scan)
+
+
+def adds_up_attention(strategy: EvictStrategy) -> bool:
+    """The strategy's scores grow by the attention that entries receive, and by nothing else."""
+    return strategy.compiled == "attention_sum" and _speaks_for(type(strategy))
+
+
+def needs_positions_only(strategy: EvictStrategy) -> bool:
+    """The strategy's rule is one of the common ones, and no entry's rank in the cache matters to it."""
     return (
-        rule is not None
-        and _speaks_for(type(scan.strategy))
-        and numba_is_here()
-        and scan.current.alive.device.type == "cpu"
+        strategy.compiled is not None
+        and _speaks_for(type(strategy))
+        and not strategy.rotates_to_cache_positions
     )
 
 
@@ -49,6 +63,8 @@ def attention_sum(
         int32 [B, H, R], how many entries are visible; bool [B, H, R, W'], which, with
         ``record`` (attention alone does not tell: a far entry's can underflow to 0).
     """
+    if triton_scan.supports(scan):
+        return triton_scan.attention_sum(scan, logits, first, aux, record)
     from kvacc.engine import kernels
 
     heads, group = logits.shape[1:3]
@@ -65,6 +81,8 @@ def attention_sum(
 
 def static(scan: Scan, first: int, count: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Visible entries of ``count`` queries: bool [B, H, count, columns], int32 [B, H, count]."""
+    if triton_scan.supports(scan):
+        return triton_scan.static(scan, first, count, columns)
     from kvacc.engine import kernels
 
     rows, heads, _ = scan.current.alive.shape

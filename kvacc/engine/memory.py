@@ -6,12 +6,16 @@ again (:func:`kvacc.engine.scoring.score_documents`), without losing what is fin
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-MOST_TOKENS = {"cpu": 2048, "cuda": 65536}
-"""More than these bring no speed: matrix multiplications run at their best long before."""
+MOST_TOKENS = {"cpu": 1024, "cuda": 65536}
+"""More than these bring no speed: matrix multiplications run at their best long before, and the
+states between them fall out of the processor's caches."""
+MOST_PROMPT_TOKENS = {"cpu": 8192, "cuda": 65536}
+"""The same for the prompts of a generation: there, more rows mean fewer decoding passes."""
 LEAST_TOKENS = 256
 USABLE = 0.5
 """Share of the free memory that a batch may take: the estimate knows no allocator's waste."""
@@ -24,10 +28,10 @@ _LIMIT_FILES = (
 )
 
 
-def batch_tokens_for(model) -> int:
+def batch_tokens_for(model, most_tokens: Mapping[str, int] = MOST_TOKENS) -> int:
     """Tokens per forward pass of ``model`` that fit in its device's free memory."""
     device = model.device
-    most = MOST_TOKENS.get(device.type, MOST_TOKENS["cpu"])
+    most = most_tokens.get(device.type, most_tokens["cpu"])
     return int(max(LEAST_TOKENS, min(most, USABLE * free_bytes(device) // bytes_per_token(model))))
 
 

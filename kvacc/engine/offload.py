@@ -8,11 +8,14 @@ GPU the pool and what is brought from it are two allocations, and the counts are
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from kvacc.engine.host_memory import on_host
+from kvacc.engine.transfer_meter import Kind, TransferMeter
 from kvacc.errors import KvaccError
 from kvacc.select_strategy import Selector
 
@@ -44,6 +47,7 @@ class OffloadedLayer(CacheLayerMixin):
         seen: columns seen so far, padding included.
         selector: the strategy's summary, on the device.
         ahead: a selection that was made, and brought, before the layer ran.
+        meter: times the copies, where somebody wants to know.
     """
 
     is_sliding = False
@@ -57,6 +61,7 @@ class OffloadedLayer(CacheLayerMixin):
         self.selector: Selector | None = None
         self.ahead: tuple[torch.Tensor, Brought] | None = None
         self.stream: torch.cuda.Stream | None = None
+        self.meter: TransferMeter | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.device = key_states.device
@@ -68,7 +73,8 @@ class OffloadedLayer(CacheLayerMixin):
 
     def _allocate(self, like: torch.Tensor, capacity: int) -> torch.Tensor:
         shape = (like.shape[0], like.shape[1], capacity, like.shape[3])
-        return torch.empty(shape, dtype=like.dtype, pin_memory=self.device.type == "cuda")
+        with on_host():
+            return torch.empty(shape, dtype=like.dtype, pin_memory=self.device.type == "cuda")
 
     def update(self, key_states, value_states, *args, **kwargs):
         """Store the new entries in the pool. The layer is given back the new ones only; the
@@ -84,18 +90,29 @@ class OffloadedLayer(CacheLayerMixin):
                 grown = self._allocate(old, capacity)
                 grown[:, :, : self.seen] = old[:, :, : self.seen]
                 setattr(self, name, grown)
-        self.pool_keys[:, :, self.seen : end] = key_states
-        self.pool_values[:, :, self.seen : end] = value_states
+        with self._timing("store"):
+            self.pool_keys[:, :, self.seen : end] = key_states
+            self.pool_values[:, :, self.seen : end] = value_states
         self.seen = end
         return key_states, value_states
 
-    def bring(self, wanted: torch.Tensor) -> Brought:
+    def bring(self, wanted: torch.Tensor, ahead: bool = False) -> Brought:
         """Copy entries to the device, these and no others.
 
         Args:
             wanted: bool [B, H, W], W at most ``seen``.
+            ahead: the layer has not run yet.
         """
-        wanted = wanted.cpu()
+        wanted = wanted.cpu()  # waits until the choice is made, which is no time of copying
+        if self.meter is not None:
+            self.meter.count(int(wanted.sum()), ahead)
+        with self._timing("bring ahead" if ahead else "bring"):
+            return self._copied(wanted)
+
+    def _timing(self, kind: Kind) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if self.meter is None else self.meter.timing(kind)
+
+    def _copied(self, wanted: torch.Tensor) -> Brought:
         rows, heads, _ = wanted.shape
         counts = wanted.sum(-1)
         size = int(counts.max()) if counts.numel() else 0
@@ -105,9 +122,10 @@ class OffloadedLayer(CacheLayerMixin):
         column = slots[entry]
         brought, moved = [], 0
         for pool in (self.pool_keys, self.pool_values):
-            packed = pool[entry[0], entry[1], column]
-            if self.stream is not None:
-                packed = packed.pin_memory()
+            with on_host():
+                packed = pool[entry[0], entry[1], column]
+                if self.stream is not None:
+                    packed = packed.pin_memory()
             moved += packed.shape[-1] * packed.element_size()
             on_device = packed.to(self.device, non_blocking=True, copy=True)
             filled = torch.zeros(rows, heads, size, pool.shape[3], dtype=pool.dtype, device=self.device)
@@ -123,18 +141,19 @@ class OffloadedLayer(CacheLayerMixin):
     def fetch_ahead(self, visible: torch.Tensor) -> None:
         """Start bringing ``visible`` bool [B, H, 1, W] for the layer's next token."""
         if self.stream is None:
-            self.ahead = (visible, self.bring(visible[:, :, 0]))
+            self.ahead = (visible, self.bring(visible[:, :, 0], ahead=True))
             return
         # The copies wait for the choice, and nothing else waits for them.
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            self.ahead = (visible, self.bring(visible[:, :, 0]))
+            self.ahead = (visible, self.bring(visible[:, :, 0], ahead=True))
 
     def take_ahead(self) -> tuple[torch.Tensor, Brought] | None:
         """What :meth:`fetch_ahead` brought, once."""
         ahead, self.ahead = self.ahead, None
         if ahead is not None and self.stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+            with self._timing("wait"):
+                torch.cuda.current_stream(self.device).wait_stream(self.stream)
             for tensor in (ahead[1].key, ahead[1].value, ahead[1].column, ahead[1].valid):
                 tensor.record_stream(torch.cuda.current_stream(self.device))
         return ahead
@@ -171,8 +190,9 @@ class OffloadedLayer(CacheLayerMixin):
             return
         host = rows.cpu()
         for name in ("pool_keys", "pool_values"):
-            chosen = getattr(self, name)[host]
-            setattr(self, name, chosen.pin_memory() if self.stream is not None else chosen)
+            with on_host():
+                chosen = getattr(self, name)[host]
+                setattr(self, name, chosen.pin_memory() if self.stream is not None else chosen)
         self.ahead = None
         self.selector.reorder(rows.to(self.device))
 

@@ -79,6 +79,7 @@ class OffloadedAttention:
             asked = self._asked(call, call.query, speculated, own, position, entries, readable)
             chosen = ask(layer.selector, asked)
             brought = layer.bring(chosen.visible[..., :first].any(2))
+        layer.selector.settle()
         self.fetch_for_the_next(call)
         slots = torch.cat([brought.column, own.expand(rows, heads, count)], -1)
         columns = slots[:, :, None].expand(-1, -1, count, -1)

@@ -3,12 +3,14 @@ each layer. Nothing is freed here, so no latency or memory figure may come from 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
 
 from kvacc.engine import compiled
 from kvacc.engine.attention import AttentionCall, attention_logits, dense_attention, weighted_values
+from kvacc.engine.dense_scan import dense_beginning, dense_block
 from kvacc.engine.layers import LayerKind
 from kvacc.engine.plan import Plan
 from kvacc.engine.prefix import Prefix, StoredLayer
@@ -27,7 +29,7 @@ from kvacc.engine.speculation import Speculation
 from kvacc.select_strategy import Asked, NewEntries, SelectStrategy
 from kvacc.strategy import EvictStrategy, Strategy
 
-BLOCK_BYTES = 64 * 2**20
+BLOCK_BYTES = 16 * 2**20
 """Attention logits held at once, in bytes; longer rows are replayed in blocks."""
 
 
@@ -135,7 +137,7 @@ class ParallelSession:
         plan = self._plan_on(call.query.device)
         rows, _, width, _ = call.query.shape
         total = self.offset + width
-        if not self.offset and kind.name == "full" and plan.is_one_path:
+        if not self.offset and kind.name == "full" and plan.is_causal:
             return dense_attention(call, None)
         block = max(1, BLOCK_BYTES // (rows * total))
         if block >= width:
@@ -356,19 +358,21 @@ def replay(
     Returns:
         output [B, Q, T, V]; seen_by int32 [B, H, T]; visible bool [B, H, T, W] if recorded.
     """
+    undecided = dense_beginning(scan) if use_compiled else 0
     use_compiled = use_compiled and compiled.supports(scan)
     rows, query_heads, width, _ = call.query.shape
     total = scan.offset + width
     block = max(1, BLOCK_BYTES // (4 * rows * query_heads * total))
+    starts = [*range(0, undecided, block), *range(undecided, width, block), width]
     outputs, counts, masks = [], [], []
-    for first in range(0, width, block):
-        count = min(block, width - first)
+    for first, end in itertools.pairwise(starts):
+        count = end - first
         # Later entries are visible to nobody in this block, so they are left out.
         columns = scan.offset + first + count
         part = call.part(first, count, columns)
         if scan.strategy.needs_attention:
             which = record or watch is not None
-            out, seen_by, visible = _scored_block(scan, part, first, use_compiled, which)
+            out, seen_by, visible = _scored_block(scan, part, first, use_compiled, which, first < undecided)
         else:
             out, seen_by, visible = _unscored_block(scan, part, rotation, first, use_compiled)
         outputs.append(out)
@@ -380,15 +384,17 @@ def replay(
     return torch.cat(outputs, 2), torch.cat(counts, 2), torch.cat(masks, 2) if record else None
 
 
-def _scored_block(scan: Scan, call: AttentionCall, first: int, use_compiled: bool, record: bool):
-    """Decisions that follow from the attention itself."""
+def _scored_block(scan: Scan, call: AttentionCall, first: int, use_compiled: bool, record: bool, dense: bool):
+    """Decisions that follow from the attention itself; none yet in a ``dense`` block."""
     rows, query_heads, count, _ = call.query.shape
     columns = call.key.shape[2]
     heads = scan.current.alive.shape[1]
     aux = _grouped_aux(call, heads)
     logits = attention_logits(call, call.query, call.key)
     logits = logits.view(rows, heads, query_heads // heads, count, columns)
-    if use_compiled:
+    if dense:
+        attention, seen_by, visible = dense_block(scan, logits, first, aux, record)
+    elif use_compiled:
         attention = logits.contiguous()
         seen_by, visible = compiled.attention_sum(scan, attention, first, aux, record)
     else:

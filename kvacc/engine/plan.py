@@ -250,10 +250,11 @@ class Plan:
         return above
 
     @functools.cached_property
-    def is_one_path(self) -> bool:
-        """Every query reads all tokens before it: no branches, no padding."""
-        chain = torch.arange(-1, self.parent.shape[1] - 1, device=self.parent.device)
-        return bool((self.parent == chain).all() and (self.segment >= 0).all())
+    def is_causal(self) -> bool:
+        """Every query reads all tokens before it: no row branches. Padding comes last, so what it
+        would read does not matter."""
+        column = torch.arange(self.segment.shape[1], device=self.segment.device)
+        return bool(((self.previous == column - 1) | (self.segment < 0)).all())
 
 
 def make_plan(rows: Sequence[Row], strategy: Strategy) -> Plan:

@@ -387,10 +387,15 @@ def score_by_steps(
     return [_combine(v, selects) for v in values], [torch.stack(x) for x in kept_logits]
 
 
-def step_forward(wrapped: WrappedModel, session, tokens: torch.Tensor, first: int) -> torch.Tensor:
-    """One forward pass of ``tokens`` [B, n] at columns ``first`` on; logits [B, n, vocabulary]."""
+def step_forward(
+    wrapped: WrappedModel, session, tokens: torch.Tensor, first: int, last_only: bool = False
+) -> torch.Tensor:
+    """One forward pass of ``tokens`` [B, n] at columns ``first`` on; logits [B, n, vocabulary], or
+    with ``last_only`` those of the last column alone where the family can leave out the others."""
     columns = torch.arange(first, first + tokens.shape[1], device=tokens.device)
     arguments = {}
+    if last_only and wrapped.model._supports_logits_to_keep():
+        arguments["logits_to_keep"] = 1
     if wrapped.takes_positions:
         arguments["position_ids"] = (columns - session.padding[:, None]).clamp(min=0)
     if bool((session.padding > 0).any()):

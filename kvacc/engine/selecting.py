@@ -58,9 +58,9 @@ def attend_selected(
     rows, query_heads, count, _ = call.query.shape
     visible = selection.visible
     heads, width = visible.shape[1], visible.shape[-1]
-    mask = visible if heads == 1 else visible.repeat_interleave(query_heads // heads, 1)
     # Padding reads something, so that no row of the softmax is empty.
-    mask = mask | ~mask.any(-1, keepdim=True)
+    mask = visible | ~visible.any(-1, keepdim=True)
+    mask = mask if heads == 1 else mask.repeat_interleave(query_heads // heads, 1)
     if selection.far is None and call.softcap is None and call.aux is None:
         return dense_attention(call, mask)
     logits = attention_logits(call, call.query, call.key)

@@ -16,16 +16,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, DynamicCache
+from transformers.cache_utils import DynamicCache
 
+from kvacc.engine import compiled
 from kvacc.engine.attention import AttentionCall, attention_logits, dense_attention, weighted_values
+from kvacc.engine.kept_layer import KeptLayer, WholeLayer
 from kvacc.engine.layers import LayerKind
 from kvacc.engine.offload import OffloadedLayer
 from kvacc.engine.offloaded_attention import OffloadedAttention
 from kvacc.engine.parallel import _grouped_aux, replay
 from kvacc.engine.plan import NO_LIMIT, Plan, limits_for
 from kvacc.engine.rotary import Rotation
-from kvacc.engine.scan import Entries, masked_softmax, start_scan
+from kvacc.engine.scan import masked_softmax, start_scan
 from kvacc.engine.selecting import selects_in
 from kvacc.engine.speculation import Speculation
 from kvacc.errors import KvaccError
@@ -45,108 +47,6 @@ class RowReading:
     padding: int
     dense: int
     compressed: int
-
-
-class KeptLayer(CacheLayerMixin):
-    """Keys and values of one layer's kept set.
-
-    Attributes:
-        keys [B, K, S, D], values [B, K, S, V]: S slots in text order; a row that keeps
-            fewer entries than another has empty slots at the end.
-        entries: which slots are alive, their positions and scores; H deciding heads
-            (K, or 1 where all heads share a latent).
-        seen: columns seen so far, padding included; what the model counts positions by.
-    """
-
-    is_sliding = False
-    is_croppable = False
-
-    def __init__(self, heads: int | None = None) -> None:
-        super().__init__()
-        self.heads = heads
-        self.entries: Entries | None = None
-        self.seen = 0
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.device = key_states.device
-        self.keys = key_states[:, :, :0]
-        self.values = value_states[:, :, :0]
-        heads = self.heads or key_states.shape[1]
-        empty = torch.zeros(key_states.shape[0], heads, 0, device=self.device)
-        self.entries = Entries(empty.long(), empty.bool(), empty)
-        self.is_initialized = True
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        """Stored and new keys and values; what is kept of them is decided after attention."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.keys = torch.cat([self.keys, key_states], -2)
-        self.values = torch.cat([self.values, value_states], -2)
-        self.seen += key_states.shape[-2]
-        return self.keys, self.values
-
-    def get_seq_length(self) -> int:
-        return self.seen
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        stored = self.keys.shape[-2] if self.is_initialized else 0
-        return stored + query_length, self.seen - stored
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def retain(self, entries: Entries, physical: bool) -> None:
-        """Store ``entries`` (over the current slots); with ``physical`` free the others."""
-        if not physical:
-            self.entries = entries
-            return
-        alive = entries.alive
-        size = int(alive.sum(-1).max())
-        # A stable sort of "is gone" brings the kept slots to the front in text order.
-        slots = (~alive).to(torch.uint8).argsort(dim=-1, stable=True)[..., :size]
-        self.entries = Entries(
-            entries.position.gather(-1, slots), alive.gather(-1, slots), entries.score.gather(-1, slots)
-        )
-        heads = self.keys.shape[1]
-        slots = slots.expand(-1, heads, -1)[..., None]
-        self.keys = self.keys.gather(2, slots.expand(-1, -1, -1, self.keys.shape[-1]))
-        self.values = self.values.gather(2, slots.expand(-1, -1, -1, self.values.shape[-1]))
-
-    def measured_bytes(self) -> int:
-        """Bytes of the entries alive now, keys and values of all rows."""
-        if not self.is_initialized:
-            return 0
-        per_entry = self.keys.shape[-1] * self.keys.element_size()
-        per_entry += self.values.shape[-1] * self.values.element_size()
-        copies = self.keys.shape[1] // self.entries.alive.shape[1]
-        return int(self.entries.alive.sum()) * copies * per_entry
-
-    def reset(self) -> None:
-        self.keys = self.values = self.entries = None
-        self.is_initialized = False
-        self.seen = 0
-
-    def _select_rows(self, rows: torch.Tensor) -> None:
-        if self.is_initialized:
-            self.keys, self.values = self.keys[rows], self.values[rows]
-            e = self.entries
-            self.entries = Entries(e.position[rows], e.alive[rows], e.score[rows])
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._select_rows(beam_idx.to(self.device) if self.is_initialized else beam_idx)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._select_rows(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.is_initialized:
-            rows = torch.arange(self.keys.shape[0], device=self.device).repeat_interleave(repeats)
-            self._select_rows(rows)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        raise KvaccError(
-            "an evicting cache cannot be cropped: evicted entries are gone; use no assisted decoding"
-        )
 
 
 class StepSession:
@@ -183,18 +83,25 @@ class StepSession:
         self.kinds = kinds
         self.rows = list(rows)
         self.rotation = rotation
+        self.padding = torch.tensor([r.padding for r in rows], device=device)
+        self._padded = any(r.padding for r in rows)
         self.cache = DynamicCache(config=config.get_text_config(decoder=True))
+        heads = 1 if latent else None
         for index, kind in enumerate(kinds):
             if kind.name == "full":
-                selects = selects_in(strategy, index, speculation)
-                self.cache.layers[index] = OffloadedLayer() if selects else KeptLayer(1 if latent else None)
+                self.cache.layers[index] = (
+                    OffloadedLayer()
+                    if selects_in(strategy, index, speculation)
+                    else KeptLayer(heads, compiled.needs_positions_only(strategy))
+                    if isinstance(strategy, EvictStrategy)
+                    else WholeLayer(self.padding, heads)
+                )
         self.inputs = speculation.inputs if speculation else None
         self.record = record
         self.reads: list[dict[int, torch.Tensor]] = []
         self._reads: dict[int, torch.Tensor] = {}
         self.moved: list[torch.Tensor] = []
         self._moved = torch.zeros(len(self.rows), dtype=torch.long, device=device)
-        self.padding = torch.tensor([r.padding for r in rows], device=device)
         self._offloaded = OffloadedAttention(
             strategy, self.rows, self.cache.layers, rotation, latent, speculation
         )
@@ -204,6 +111,7 @@ class StepSession:
         attending = [i for i, kind in enumerate(kinds) if kind.name != "other"]
         self._last_layer, self._layers = attending[-1], len(attending)
         self._plan: tuple[tuple[int, int, torch.device], Plan] | None = None
+        self._limits_known: tuple[tuple[int, torch.device], tuple] | None = None
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         out = self._answer(call)
@@ -272,41 +180,36 @@ class StepSession:
     def _full(self, call: AttentionCall, layer: KeptLayer, first: int) -> torch.Tensor:
         rows, _, count, _ = call.query.shape
         width = call.key.shape[2]
-        padding = self.padding.to(call.key.device)[:, None]
-        query = torch.arange(first, first + count, device=call.key.device) - padding
-        key = torch.arange(width, device=call.key.device) - padding
-        mask = (key[:, None] >= 0) & (key[:, None] <= query[:, :, None])
-        heads = layer.entries.alive.shape[1]
-        place = key[:, None].expand(rows, heads, width)
-        layer.entries = Entries(place, place >= 0, torch.zeros(rows, heads, width, device=key.device))
         self._kept += 1
-        self._note(
-            call.layer, mask[:, None], torch.arange(width, device=mask.device).expand(rows, 1, -1), width
-        )
-        return dense_attention(call, _never_empty(mask)[:, None])
+        plain = not self._padded and (first == 0 or count == 1)
+        mask = None
+        if not plain or self.record:
+            padding = self.padding.to(call.key.device)[:, None]
+            query = torch.arange(first, first + count, device=call.key.device) - padding
+            key = torch.arange(width, device=call.key.device) - padding
+            mask = (key[:, None] >= 0) & (key[:, None] <= query[:, :, None])
+            columns = torch.arange(width, device=mask.device).expand(rows, 1, -1)
+            self._note(call.layer, mask[:, None], columns, width)
+        return dense_attention(call, None if plain else _never_empty(mask)[:, None])
 
     def _one_token(self, call: AttentionCall, layer: KeptLayer, column: int) -> torch.Tensor:
         """The strategy as its paper states it: join, attend, observe, evict."""
-        strategy, stored = self.strategy, layer.entries
+        strategy = self.strategy
         rows, query_heads = call.query.shape[:2]
-        heads = stored.alive.shape[1]
+        heads = layer.entries.alive.shape[1]
         padding = self.padding.to(call.key.device)
         position = column - padding  # [B]; negative in padding
         real = position >= 0
-        arrival = strategy.initial_score(position.clamp(min=0), call.layer, heads)
-        entries = Entries(
-            torch.cat([stored.position, position.clamp(min=0)[:, None, None].expand(rows, heads, 1)], -1),
-            torch.cat([stored.alive, real[:, None, None].expand(rows, heads, 1)], -1),
-            torch.cat([stored.score, arrival[..., None]], -1),
-        )
+        place = position.clamp(min=0)
+        entries = layer.joined(place, real, strategy.initial_score(place, call.layer, heads))
         query, key = call.query, call.key
         if strategy.rotates_to_cache_positions:
             # Places in the cache: the rank of each kept entry in text order.
-            place = entries.alive.long().cumsum(-1) - 1
+            rank = entries.alive.long().cumsum(-1) - 1
             key = self.rotation.rotate(
-                call.layer, key, torch.where(entries.alive, place - entries.position, 0)
+                call.layer, key, torch.where(entries.alive, rank - entries.position, 0)
             )
-            newest = (place[:, :1, -1] - position[:, None]).clamp(max=0)
+            newest = (rank[:, :1, -1] - position[:, None]).clamp(max=0)
             query = self.rotation.rotate(call.layer, query, newest[..., None])
         width = key.shape[2]
         logits = attention_logits(call, query, key).view(rows, heads, query_heads // heads, width)
@@ -329,8 +232,8 @@ class StepSession:
             entries.position + padding[:, None, None],
             layer.seen,
         )
-        evicts, budget, recent, sinks = self._limits(position)
-        if evicts.any():
+        evicts, any_evicts, budget, recent, sinks = self._limits_at(column, position)
+        if any_evicts:
             keep, score = strategy.keep(
                 entries.score, entries.position, entries.alive, position + 1, budget, recent, sinks
             )
@@ -338,6 +241,14 @@ class StepSession:
             entries.score = torch.where(evicts[:, None, None], score, entries.score)
         layer.retain(entries, physical=strategy.physical_eviction)
         return out
+
+    def _limits_at(self, column: int, position: torch.Tensor) -> tuple:
+        """:meth:`_limits`, and whether any row evicts; the same for all layers on a device."""
+        known = self._limits_known
+        if known is None or known[0] != (column, position.device):
+            evicts, *limits = self._limits(position)
+            known = self._limits_known = ((column, position.device), (evicts, bool(evicts.any()), *limits))
+        return known[1]
 
     def _limits(self, position: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Does each row evict after the token at ``position`` [B], and to what limits?"""

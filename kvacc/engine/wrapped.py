@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 
 import torch
@@ -20,6 +21,9 @@ from kvacc.engine.stepping import RowReading, StepSession
 from kvacc.errors import KvaccError
 from kvacc.select_strategy import SelectStrategy, SpeculationSettings
 from kvacc.strategy import EvictStrategy, Strategy, make_strategy
+
+PARALLEL_PATH: ContextVar[bool] = ContextVar("kvacc_parallel_path", default=True)
+"""False while latency or memory is measured: then :meth:`WrappedModel.parallel` refuses to run."""
 
 
 class WrappedModel:
@@ -52,6 +56,11 @@ class WrappedModel:
             )
         attention.register()
         self.kinds = layer_kinds(model.config)
+        if all(kind.name == "other" for kind in self.kinds):
+            raise KvaccError(
+                f"model family {self.family!r} has no attention layer, so there are no entries for a "
+                "strategy to manage; use another family (README, 'Models')"
+            )
         self.latent = shares_latent(model.config)
         self._rotation: Rotation | None = None
         self._modules: dict[int, torch.nn.Module] = {}
@@ -167,7 +176,15 @@ class WrappedModel:
 
         Returns:
             logits [N, vocabulary] of the N counted queries in row order, and the session.
+
+        Raises:
+            KvaccError: latency or memory is being measured, which the parallel path cannot give.
         """
+        if not PARALLEL_PATH.get():
+            raise KvaccError(
+                "the parallel path frees nothing and reads everything at once, so no latency or memory "
+                "figure may come from it; use the step path"
+            )
         plan = plan.to(self.device)
         rotation = self.rotation_for(strategy)
         session = ParallelSession(

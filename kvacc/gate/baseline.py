@@ -110,6 +110,7 @@ def key_of(one: Snapshot, stands_for: str | None = None, *, with_options: bool =
         "task": spec["task"],
         "task_options": spec.get("task_options") or {},
         "shots": spec["shots"],
+        "fewshot_sampler": one.fewshot_sampler,
     }
     return json.dumps(asked, sort_keys=True, default=str)
 

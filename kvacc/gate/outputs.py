@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 from kvacc.errors import KvaccError
 from kvacc.files import write_whole
 from kvacc.gate.verdicts import Check, Report, Verdict
+from kvacc.shots import shots_text
 
 _WORDS = {Verdict.PASS: "passed", Verdict.FAIL: "FAILED", Verdict.TOO_FEW: "too few items to tell"}
 # Control characters are not allowed in XML 1.0, not even escaped.
@@ -205,7 +206,7 @@ def _row(check: Check) -> tuple[str, ...]:
         bounds = "-" if None in ends else " to ".join(_amount(check, end, sign=True) for end in ends)
     return (
         mark,
-        check.task + (f" {check.shots}-shot" if check.shots else ""),
+        check.task + (f" {shots_text(check.shots, check.fewshot_sampler)}" if check.shots else ""),
         check.setting,
         check.metric if check.before is not None else check.what,
         "-" if check.before is None else _amount(check, check.before),

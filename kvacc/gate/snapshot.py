@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from kvacc.errors import KvaccError
 from kvacc.pairing import model_identity, read_items
 from kvacc.results import METRIC_PREFIX, Cell
+from kvacc.shots import DEFAULT_SAMPLER, shots_text
 
 FIDELITY = ("kl", "agreement")
 """Columns of the samples that compare the next-token distributions with ``full``'s."""
@@ -93,7 +94,7 @@ class Snapshot(BaseModel):
         """``smollm2-135m h2o 0.2 stream kvacc_passkey 0-shot``, for a person to read."""
         spec = self.spec
         model = str(self.model.get("name") or spec["model"].get("pretrained"))
-        parts = [model.rstrip("/").rsplit("/", 1)[-1], self.setting, spec["task"], f"{spec['shots']}-shot"]
+        parts = [model.rstrip("/").rsplit("/", 1)[-1], self.setting, spec["task"], self.shots_label]
         options = spec.get("task_options") or {}
         return " ".join([*parts, *(f"{name}={options[name]}" for name in sorted(options))])
 
@@ -112,6 +113,16 @@ class Snapshot(BaseModel):
         budget = [] if spec["budget"] is None else [spec["budget"]]
         of = [] if spec["budget_of"] == "prompt" else [f"of {spec['budget_of']}"]
         return " ".join([spec["strategy"], *budget, *of, spec["protocol"]])
+
+    @property
+    def fewshot_sampler(self) -> str:
+        """How examples were chosen; baselines say it only where it is not lm-eval's default."""
+        return self.spec.get("fewshot_sampler", DEFAULT_SAMPLER)
+
+    @property
+    def shots_label(self) -> str:
+        """``5-shot``, or ``5-shot first_n``."""
+        return shots_text(self.spec["shots"], self.fewshot_sampler)
 
     @property
     def items(self) -> int:
@@ -181,6 +192,8 @@ def snapshot(cell: Cell) -> Snapshot:
         )
     table = cell.load_samples()
     spec = cell.spec.model_dump(mode="json")
+    if spec["fewshot_sampler"] == DEFAULT_SAMPLER:
+        del spec["fewshot_sampler"]  # as in baselines from before there was a choice
     answers = [answer for answer in table["response"].to_pylist() if answer is not None]
     return Snapshot(
         cell_id=cell.cell_id,

@@ -32,6 +32,7 @@ from kvacc.gate.matching import Pair
 from kvacc.gate.snapshot import Snapshot
 from kvacc.non_inferiority import DropTest, combine, drop_test, mean_test, unchanged_test
 from kvacc.pairing import FLOAT_NOISE
+from kvacc.shots import DEFAULT_SAMPLER
 from kvacc.statistics import holm_of_discrete, is_at_chance, items_stderr
 
 SCORE, RETENTION = "score", "retention score"
@@ -94,6 +95,7 @@ class Check:
     adjusted_p: float = 1.0
     verdict: Verdict = Verdict.TOO_FEW
     shots: int | None = None
+    fewshot_sampler: str = DEFAULT_SAMPLER
     cells: tuple[str, ...] = field(default=())
     """Cells of the results that it rests on."""
 
@@ -216,6 +218,7 @@ def _score_check(pair: Pair, limits: Limits) -> Check:
         gained=int((now > before).sum()),
         worst=_worst_depth(pair),
         shots=pair.now.spec["shots"],
+        fewshot_sampler=pair.now.fewshot_sampler,
         cells=(pair.now.cell_id,),
     )
 
@@ -226,9 +229,9 @@ def _retention_checks(pairs: Sequence[Pair], checks: Sequence[Check], limits: Li
         if pair.now.task["kind"] == "retention":
             model = str(pair.now.model.get("name"))
             options = sorted(pair.now.spec["options"].items())
-            groups[model, pair.now.setting, str(options), pair.now.spec["shots"]].append((pair, check))
+            groups[model, pair.now.setting, str(options), pair.now.shots_label].append((pair, check))
     found = []
-    for (model, setting, _, shots), members in groups.items():
+    for (model, setting, _, shots_label), members in groups.items():
         if len(members) < 2:
             continue
         own = [check for _, check in members]
@@ -240,7 +243,7 @@ def _retention_checks(pairs: Sequence[Pair], checks: Sequence[Check], limits: Li
         place = f"{worst.task}{', ' + worst.worst if worst.worst else ''}"
         found.append(
             Check(
-                label=f"{model.rstrip('/').rsplit('/', 1)[-1]} {setting} {RETENTION} {shots}-shot",
+                label=f"{model.rstrip('/').rsplit('/', 1)[-1]} {setting} {RETENTION} {shots_label}",
                 task=f"{RETENTION} of {len(own)} tasks",
                 setting=setting,
                 what=RETENTION,
@@ -252,7 +255,8 @@ def _retention_checks(pairs: Sequence[Pair], checks: Sequence[Check], limits: Li
                 limit=limits.margin,
                 test=test,
                 worst=place if worst.test.drop > 0 else None,
-                shots=shots,
+                shots=own[0].shots,
+                fewshot_sampler=own[0].fewshot_sampler,
                 cells=tuple(cell for check in own for cell in check.cells),
             )
         )
@@ -281,6 +285,7 @@ def _fidelity_checks(pair: Pair, limits: Limits) -> list[Check]:
                 limit=limit,
                 test=test,
                 shots=pair.now.spec["shots"],
+                fewshot_sampler=pair.now.fewshot_sampler,
                 cells=(pair.now.cell_id,),
             )
         )

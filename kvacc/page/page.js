@@ -149,7 +149,8 @@
 
   function name(id) {
     const spec = data.cells.parts[data.cells.of[id].spec];
-    const shots = spec.shots === undefined ? "" : `, ${spec.shots}-shot`;
+    const sampler = spec.shots && spec.fewshot_sampler !== "default" ? ` ${spec.fewshot_sampler}` : "";
+    const shots = spec.shots === undefined ? "" : `, ${spec.shots}-shot${sampler}`;
     const row = find(`#row-${CSS.escape(id)}`);
     return `${row.dataset.s} ${row.dataset.b} `.trim() + `, ${spec.task}${shots}, ${row.dataset.p}`;
   }

@@ -21,7 +21,7 @@ from kvacc.leaderboard import (
     tasks_averaged,
 )
 from kvacc.leaderboard_rows import DID_NOT_ACT, NOT_SIGNIFICANT, Average, Row
-from kvacc.plots.figure import budget_order, shots_text
+from kvacc.plots.figure import budget_order
 from kvacc.strategy import PROTOCOLS
 
 _NAMES = ("strategy", "budget", "protocol")
@@ -99,7 +99,7 @@ def sections(rows: Sequence[Row], with_flips: set[str]) -> list[Section]:
                 heading_of(first),
                 first.model,
                 first.task,
-                shots_text(first.shots),
+                first.shots_label,
                 first.score,
                 columns,
                 lines,
@@ -128,7 +128,7 @@ def filters(rows: Sequence[Row]) -> list[dict[str, Any]]:
     choices = {
         "model": sorted({row.model for row in rows}),
         "task": sorted({row.task for row in rows}),
-        "shots": sorted({shots_text(row.shots) for row in rows}, key=lambda text: (len(text), text)),
+        "shots": sorted({row.shots_label for row in rows}, key=lambda text: (len(text), text)),
         "protocol": sorted(protocols, key=_protocol_order),
         "budget": budgets,
         "strategy": sorted({row.label for row in rows if not row.is_full}),

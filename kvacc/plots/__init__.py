@@ -11,6 +11,14 @@ One file per picture; each turns rows or cells into :class:`~kvacc.plots.figure.
 :mod:`~kvacc.plots.kept`      which positions of one prompt each layer still holds
 ============================  ====================================================================
 
+and of probes:
+
+=======================================  =========================================================
+:mod:`~kvacc.plots.time_to_first_token`  by length of the prompt, with the point of failure
+:mod:`~kvacc.plots.memory_bars`          memory in parts, with the peaks of prefill and decode
+:mod:`~kvacc.plots.latency_accuracy`     difference to full against the time per output token
+=======================================  =========================================================
+
 ``kvacc plot`` writes them as files (:mod:`kvacc.plots.drawing`), and the leaderboard page
 (:mod:`kvacc.page`) has them in it.
 """

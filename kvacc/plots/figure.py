@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvacc.leaderboard_rows import budget_order
+from kvacc.shots import shots_text
 
 if TYPE_CHECKING:
     import altair
@@ -23,7 +24,8 @@ class Figure:
     """One picture of a leaderboard."""
 
     kind: str
-    """``budget``, ``pareto``, ``heatmap``, ``fidelity``, ``perplexity`` or ``kept``."""
+    """``budget``, ``pareto``, ``heatmap``, ``fidelity``, ``perplexity``, ``kept``, ``ttft``, ``memory`` or
+    ``latency``."""
     title: str
     chart: altair.TopLevelMixin
     """Without title, theme or configuration: those belong to where it is shown."""
@@ -39,18 +41,13 @@ class Figure:
 
 def about_row(row: Row, protocol: str) -> dict[str, str]:
     """What a picture of rows like ``row`` is about."""
-    return {"model": row.model, "task": row.task, "shots": shots_text(row.shots), "protocol": protocol}
-
-
-def shots_text(shots: int | None) -> str:
-    """``5-shot``; a task's own number is not known here."""
-    return "task's own shots" if shots is None else f"{shots}-shot"
+    return {"model": row.model, "task": row.task, "shots": row.shots_label, "protocol": protocol}
 
 
 def title_of(row: Row, protocol: str) -> str:
     """``smollm2-135m, piqa, 5-shot, stream``, with task options where there are any."""
     smoke = ["smoke test"] if row.kind == "smoke" else []
-    return ", ".join([row.model, row.task_label, shots_text(row.shots), protocol, *smoke])
+    return ", ".join([row.model, row.task_label, row.shots_label, protocol, *smoke])
 
 
 def inline(values: Sequence[Mapping[str, Any]]) -> altair.InlineData:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvacc.errors import KvaccError
 from kvacc.leaderboard_rows import Row
 from kvacc.pairing import metric_column
-from kvacc.plots.figure import Figure, about_row, budget_order, inline, number, shots_text
+from kvacc.plots.figure import Figure, about_row, budget_order, inline, number
 from kvacc.plots.style import NOTHING
 from kvacc.results import METRIC_PREFIX, Cell
 from kvacc.statistics import is_at_chance, items_stderr
@@ -59,7 +59,7 @@ def _group(row: Row, column: str) -> tuple:
     """Texts of all lengths stand in one figure; every other option of the task parts it."""
     options = {name: value for name, value in row.task_options.items() if name != "length"}
     told = json.dumps(options, sort_keys=True, default=str)
-    return row.model, row.model_id, row.task, told, str(row.shots), str(row.limit), row.seed, column
+    return row.model, row.model_id, row.task, told, row.shots_label, str(row.limit), row.seed, column
 
 
 def _column(cell: Cell, table: pyarrow.Table, metric: str | None) -> tuple[str | None, set[str]]:
@@ -153,7 +153,7 @@ def _figure(members: list[tuple[Row, list[dict[str, Any]]]], protocol: str, colu
     metric = column.removeprefix(METRIC_PREFIX)
     return Figure(
         kind="heatmap",
-        title=f"{one.model}, {one.task}, {shots_text(one.shots)}, {protocol}: {metric}",
+        title=f"{one.model}, {one.task}, {one.shots_label}, {protocol}: {metric}",
         chart=chart,
         description=_in_words(values, panels, one.chance),
         caption=CAPTION,

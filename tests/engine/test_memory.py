@@ -27,7 +27,7 @@ def test_bytes_of_a_token_worked_out_by_hand():
 def test_tokens_follow_the_free_memory(monkeypatch):
     model = build("llama")
     each = bytes_per_token(model)
-    for free, expected in ((1000 * each, 500), (10 * each, 256), (10**9 * each, 2048)):
+    for free, expected in ((1000 * each, 500), (10 * each, 256), (10**9 * each, 1024)):
         monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
         assert batch_tokens_for(model) == expected
 

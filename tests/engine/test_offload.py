@@ -165,8 +165,8 @@ def test_only_selected_entries_reach_the_device(name, monkeypatch):
     strategy, brought, widths = strategies()[name], [], []
     bring, attend = OffloadedLayer.bring, offloaded_attention.attend_selected
 
-    def watched_bring(self, wanted):
-        brought.append((self, wanted, bring(self, wanted)))
+    def watched_bring(self, wanted, ahead=False):
+        brought.append((self, wanted, bring(self, wanted, ahead)))
         return brought[-1][2]
 
     def watched_attend(call, selection, *rest):

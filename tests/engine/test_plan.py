@@ -229,3 +229,19 @@ def test_a_strategy_that_acts_at_prefill_only_lets_later_tokens_join():
     # With no dense part it has to act somewhere: after every token.
     streaming = build_rows([(0, Request((7, 8), (5,), 0, 2))])
     assert make_plan(streaming, joins).dense[0].tolist() == [False]
+
+
+def test_rows_without_branches_are_causal_whatever_their_lengths():
+    full = make_strategy("full")
+
+    def causal(*documents):
+        rows = [row for document in documents for row in build_rows(list(enumerate(document)))]
+        return make_plan(rows, full).is_causal
+
+    chain = Request((1, 2, 3, 4), (4,), dense=0, compressed=4)
+    short = Request((5, 6), (7,), dense=0, compressed=2)
+    in_parts = Request((1, 2, 3, 4), (4, 5), dense=2, compressed=2)
+    assert causal([chain], [short], [in_parts])
+    # Two options make a branch, in a row of any batch.
+    options = [Request((1, 2, tail), (tail, 9), dense=0, compressed=2) for tail in (3, 4)]
+    assert not causal([chain], options)

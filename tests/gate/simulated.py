@@ -30,6 +30,8 @@ class Cell:
     setting: str = "h2o 0.2 stream"
     label: str = "cell"
     cell_id: str = "id"
+    fewshot_sampler: str = "default"
+    shots_label: str = "0-shot"
     spec: dict = field(default_factory=lambda: {"strategy": "h2o", "options": {}, "shots": 0})
     model: dict = field(default_factory=lambda: {"name": "m"})
     depths: None = None

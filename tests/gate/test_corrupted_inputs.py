@@ -15,7 +15,7 @@ from gate.cells import make_cell, write_run
 
 from kvacc.cli import cli
 from kvacc.gate import baseline as baseline_file
-from kvacc.results import _sha256_of_record
+from kvacc.results.checksums import sha256_of_record
 
 RIGHT = [1, 1, 0, 1]
 
@@ -78,7 +78,7 @@ def _resign(folder, change):
     pyarrow.parquet.write_table(change(pyarrow.parquet.read_table(path)), path)
     record = json.loads((folder / "cell.json").read_text())
     record["samples_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
-    record["record_sha256"] = _sha256_of_record(record)
+    record["record_sha256"] = sha256_of_record(record)
     (folder / "cell.json").write_text(json.dumps(record))
 
 

@@ -137,9 +137,8 @@ def _why_not(a: Cell, ours: Items, b: Cell, theirs: Items) -> str | None:
         return f"the documents differ: {len(ours.prompts)} and {len(theirs.prompts)}, {common} in common"
     for key, requests in ours.prompts.items():
         if requests != theirs.prompts[key]:
-            return (
-                f"the prompts differ, first at document {key[0]} (another number of shots, seed or template?)"
-            )
+            others = "another number of shots, sampler, seed or template?"
+            return f"the prompts differ, first at document {key[0]} ({others})"
     if not ours.values or ours.values.keys() != theirs.values.keys():
         return f"there are no values of {a.task.primary_metric} per item"
     return None

@@ -17,8 +17,8 @@ from typing import Any
 
 from kvacc.errors import KvaccError
 from kvacc.results import Cell, copy_cell, exclusive, find_folders
-from kvacc.store import Store
-from kvacc.store_check import RUN_FILE, read_run_file, run_folders
+from kvacc.store.check import RUN_FILE, read_run_file, run_folders
+from kvacc.store.database import Store
 
 CELLS_FOLDER = "cells"
 _APART = "merge each version into a folder of its own, so that no table mixes them unseen"

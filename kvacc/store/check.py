@@ -29,7 +29,7 @@ from kvacc.results import (
 )
 
 if TYPE_CHECKING:
-    from kvacc.store import Store
+    from kvacc.store.database import Store
 
 SCORE_NOISE = 1e-6
 """Largest difference between a score and its documents' average: sums in another order."""

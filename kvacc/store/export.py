@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvacc.errors import unknown
 from kvacc.files import write_whole
-from kvacc.store_tables import MACHINE_COLUMNS
+from kvacc.shots import DEFAULT_SAMPLER
+from kvacc.store.tables import MACHINE_COLUMNS
 
 if TYPE_CHECKING:
     import pyarrow
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 FORMATS = ("csv", "json", "markdown", "latex")
 READABLE_COLUMNS = {
     "cells": (
-        "model", "task", "shots", "strategy", "budget", "protocol", "items", "metric", "score", "stderr",
-        "kept_fraction", "acted_share", "cell_id",
+        "model", "task", "shots", "fewshot_sampler", "strategy", "budget", "protocol", "items", "metric",
+        "score", "stderr", "kept_fraction", "acted_share", "cell_id",
     ),
     "samples": ("cell_id", "doc_id", "option", "loglikelihood", "kept_fraction", "acted"),
     "documents": ("cell_id", "doc_id", "value", "requests", "kept_fraction", "acted"),
@@ -56,7 +57,13 @@ def choose_columns(
         return table.select(list(columns))
     if format in ("csv", "json"):
         return table.select(known)
-    return table.select([name for name in READABLE_COLUMNS.get(what, known) if name in known])
+    readable = [name for name in READABLE_COLUMNS.get(what, known) if name in known]
+    return table.select([name for name in readable if not _says_nothing(table, name)])
+
+
+def _says_nothing(table: pyarrow.Table, name: str) -> bool:
+    """True for a column of which a reader expects what it says: examples chosen as lm-eval does."""
+    return name == "fewshot_sampler" and set(table[name].to_pylist()) <= {DEFAULT_SAMPLER}
 
 
 def as_text(table: pyarrow.Table, format: str) -> Iterator[str]:

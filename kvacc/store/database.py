@@ -10,7 +10,7 @@ when the store is opened, so that what is damaged is named and never averaged in
 
 Views
 -----
-``cells``      one row per cell (:func:`kvacc.store_tables.cells_table`)
+``cells``      one row per cell (:func:`kvacc.store.tables.cells_table`)
 ``scores``     one row per cell and metric
 ``samples``    one row per request: ``cell_id`` and the columns of samples.parquet
 ``documents``  one row per cell and document. A metric stands on every request of its
@@ -31,19 +31,21 @@ from kvacc.budget import Budget
 from kvacc.errors import KvaccError, unknown
 from kvacc.records import SELECTION
 from kvacc.results import METRIC_PREFIX, SAMPLE_COLUMNS, SAMPLES_FILE, Cell
-from kvacc.store_check import Damage, examine, examine_samples
-from kvacc.store_tables import cell_columns, cells_table, scores_table
+from kvacc.store.check import Damage, examine, examine_samples
+from kvacc.store.tables import cell_columns, cells_table, scores_table
 
 if TYPE_CHECKING:
     import duckdb
     import pyarrow
 
 VIEWS = ("cells", "scores", "samples", "documents")
-DEFAULT_GROUPS = ("model", "strategy", "options", "budget", "budget_of", "protocol", "task", "shots")
+DEFAULT_GROUPS = (
+    "model", "strategy", "options", "budget", "budget_of", "protocol", "task", "shots", "fewshot_sampler",
+)  # fmt: skip
 _ORDER = {
     # As people compare them: full first, then larger budgets before smaller ones.
-    "cells": "model, dtype, kind, task, shots, item_limit, protocol, strategy <> 'full', strategy, options, "
-    "budget_of, TRY_CAST(budget AS DOUBLE) DESC, budget, cell_id",
+    "cells": "model, dtype, kind, task, shots, fewshot_sampler, item_limit, protocol, strategy <> 'full', "
+    "strategy, options, budget_of, TRY_CAST(budget AS DOUBLE) DESC, budget, cell_id",
     "scores": "cell_id, metric",
     "samples": "cell_id, doc_id, option",
     "documents": "cell_id, doc_id, doc_hash",
