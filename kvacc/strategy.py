@@ -241,7 +241,7 @@ def top(scores, position, alive, protected, budget):
         # A decoding step: the worst entry is found without sorting; of equal ones the last goes.
         rank = torch.where(alive, rank, infinity)
         worst = alive & (rank == rank.amin(-1, keepdim=True))
-        last = torch.where(worst, position, -1).amax(-1, keepdim=True)
+        last = torch.where(worst, position, torch.iinfo(position.dtype).min).amax(-1, keepdim=True)
         return alive & ~(worst & (position == last) & (excess > 0))
     rank = torch.where(alive, rank, -infinity)
     # Stable sort of entries laid out by position: equal scores stay in text order.

@@ -302,13 +302,14 @@ def test_memory_is_computed_where_it_was_not_probed(tiny_config):
     cells = [make_cell(model=tiny_config), make_cell("h2o", budget="0.2", model=tiny_config)]
     limits = Limits(max_drop=0.9, kv_memory=6000)
     advice = recommend(cells, limits, wanted=Wanted(prompt_tokens=100))
-    # A fifth of 100 prompt tokens; full has the 31 that were read after it too.
-    assert advice.pick.cost.kv_memory == 20 * 256
+    # A fifth of 100 prompt tokens, and the slot of the next one; full has the 31 that were read
+    # after the prompt too.
+    assert advice.pick.cost.kv_memory == 21 * 256
     assert advice.full.cost.kv_memory == 131 * 256
     assert advice.full.verdict is Verdict.NO
     assert "computed and not measured" in about(advice)[1]
     batch = recommend(cells, limits, wanted=Wanted(prompt_tokens=100, batch=3))
-    assert batch.judged[0].cost.kv_memory == 3 * 20 * 256 and batch.exit_code == 1
+    assert batch.judged[0].cost.kv_memory == 3 * 21 * 256 and batch.exit_code == 1
 
 
 def test_a_computed_peak_is_never_certain(tiny_config):
