@@ -62,8 +62,7 @@ def test_budgets_that_differ_are_not_shared_in_stream(cheap):
     assert next(batch for batch in batches if 0 in batch.prompts).shared == 40
 
 
-@pytest.mark.parametrize("chunk", [None, 7])
-@pytest.mark.parametrize("dense", [0, 30, 40])
+@pytest.mark.parametrize(("dense", "chunk"), [(0, 7), (30, None), (40, None)])
 @pytest.mark.parametrize(
     ("name", "budget"), [("full", None), ("h2o", 0.5), ("streaming_llm", 12), ("random", 0.4)]
 )
