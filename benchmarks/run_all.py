@@ -22,12 +22,12 @@ PAGE = HERE / "README.md"
 WHOLE = "hf / kvacc full, whole set"
 SCRIPTS: tuple[tuple[str, ...], ...] = (
     ("against_hf.py", "--shots", "0", "--limit", "40", "--blocks", "3"),
-    ("against_hf.py", "--shots", "5", "--limit", "10", "--blocks", "3"),
-    ("against_hf.py", "--shots", "5", "--sampler", "first_n", "--limit", "20", "--blocks", "2"),
-    ("strategies.py", "--strategies", "h2o,infinigen", "--repeats", "3"),
+    ("against_hf.py", "--shots", "5", "--limit", "8", "--blocks", "3"),
+    ("against_hf.py", "--shots", "5", "--sampler", "first_n", "--limit", "20", "--blocks", "1"),
+    ("strategies.py", "--strategies", "h2o,infinigen", "--limit", "12", "--repeats", "2"),
     ("step_path.py", "--repeats", "3"),
-    ("long_prompts.py", "--repeats", "3"),
-    ("against_kvpress.py", "--items", "2", "--repeats", "3"),
+    ("long_prompts.py", "--repeats", "2"),
+    ("against_kvpress.py", "--items", "2", "--repeats", "2"),
 )
 TARGETS: tuple[tuple[str, str, dict[str, Any], str, str, float], ...] = (
     # (what, measurement, other fields, the field that counts, comparison, target)

@@ -22,10 +22,15 @@ from kvacc.strategy import Strategy
 
 LOGIT_BYTES = 256 * 2**20
 """Float32 log-softmax held at once, in bytes."""
+DIVIDED = 0.75
+"""A document wider than a batch is divided when its parts are at most this share of it."""
 WHOLE_LOGIT_BYTES = 4 * LOGIT_BYTES
 """Logits of a batch up to which they are computed at once, in bytes; more (long texts scored as a
 whole) are computed in blocks of rows."""
 
+PASS_TOKENS = {"cpu": 48, "cuda": 2048}
+"""A forward pass costs as much as reading so many tokens more: all weights are fetched, and every
+operation is started, whatever it reads."""
 PREFIX_SHARE = 8
 """A token of a shared prefix counts as an eighth of one in a batch: it is stored, not computed."""
 
@@ -118,9 +123,13 @@ class _Run:
         ]
         # Longest first: memory problems show at once, and neighbours pad each other little.
         rows.sort(key=lambda row: -len(row.tokens))
+        sizes: list[int] = []
         while rows:
-            # A row's own copy of the prefix takes memory, too.
-            count = max(1, self.batch_tokens // (len(rows[0].tokens) + after // PREFIX_SHARE))
+            if not sizes:
+                # A row's own copy of the prefix takes memory, too.
+                widths = [len(row.tokens) + after // PREFIX_SHARE for row in rows]
+                sizes = batch_sizes(widths, self.batch_tokens, self._pass_tokens)
+            count = sizes.pop(0)
             batch, rest = rows[:count], rows[count:]
             try:
                 done = _score_batch(
@@ -129,12 +138,16 @@ class _Run:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                rows = self._smaller(batch, rest, after)
+                rows, sizes = self._smaller(batch, rest, after), []
                 continue
             self.scores |= done
             if self.progress:
                 self.progress(len(done))
             rows = rest
+
+    @property
+    def _pass_tokens(self) -> int:
+        return PASS_TOKENS.get(self.wrapped.device.type, PASS_TOKENS["cpu"])
 
     def _prefix(self, group: Group, request: Request) -> Prefix | None:
         try:
@@ -158,6 +171,33 @@ class _Run:
         return sorted(halves + rest, key=lambda row: -len(row.tokens))
 
 
+def batch_sizes(widths: Sequence[int], limit: int, pass_tokens: int) -> list[int]:
+    """How many of the rows, longest first, go into each batch, so that padding and passes together
+    cost least.
+
+    Args:
+        widths: tokens of each row, descending; a batch is as wide as its first.
+        limit: padded tokens of a batch, except where one row is wider.
+        pass_tokens: what a pass costs, whatever it reads.
+    """
+    count = len(widths)
+    cost, size = [0] * (count + 1), [0] * count
+    for first in range(count - 1, -1, -1):
+        best = None
+        for end in range(first + 1, count + 1):
+            padded = (end - first) * widths[first]
+            if padded > limit and end > first + 1:
+                break
+            if best is None or padded + cost[end] < best:
+                best, size[first] = padded + cost[end], end - first
+        cost[first] = best + pass_tokens
+    sizes, first = [], 0
+    while first < count:
+        sizes.append(size[first])
+        first += size[first]
+    return sizes
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """GPUs raise a class of their own; PyTorch's CPU allocator says it in words."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
@@ -172,12 +212,16 @@ def _split(row: Row, requests: Sequence[Request], share: bool, after: int) -> li
 
 
 def _rows_within(items: list[tuple[int, Request]], share: bool, limit: int, after: int) -> list[Row]:
-    """Trees of a document's requests, none wider than a batch where that can be helped."""
+    """Trees of a document's requests, none wider than a batch where dividing them helps."""
     rows = build_rows(items, share, after)
-    if len(items) > 1 and any(len(row.tokens) > limit and len(row.queries) > 1 for row in rows):
+    widest = max((len(row.tokens) for row in rows), default=0)
+    if len(items) > 1 and widest > limit and any(len(row.queries) > 1 for row in rows):
         half = len(items) // 2
         parts = (items[:half], items[half:])
-        return [row for part in parts for row in _rows_within(part, share, limit, after)]
+        divided = [row for part in parts for row in _rows_within(part, share, limit, after)]
+        # Options share their context: where that is nearly all, parts would be as wide as the whole.
+        if max(len(row.tokens) for row in divided) <= DIVIDED * widest:
+            return divided
     return rows
 
 

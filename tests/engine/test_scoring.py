@@ -132,12 +132,13 @@ def test_a_document_wider_than_a_batch_is_split(strategy, passes):
     assert_same(found, expected)
 
 
-def test_a_request_longer_than_a_batch_runs_alone(passes):
+def test_a_document_longer_than_a_batch_runs_alone(passes):
     docs = [document(40, [[5, 6], [7, 8]]), document(8, [[5]])]
     expected = score_documents(sharp(), docs, H2O)
     passes.clear()
     assert_same(score_documents(sharp(), docs, H2O, batch_tokens=16), expected)
-    assert passes == [(1, 41), (1, 41), (1, 8)]
+    # The options share all but their last token: apart they would be read twice.
+    assert passes == [(1, 42), (1, 8)]
 
 
 @pytest.fixture
@@ -253,3 +254,27 @@ def test_step_path_returns_the_logits_it_scored():
         assert rows.shape == (len(request.targets), 128)
         exact = rows.double().log_softmax(-1).gather(1, torch.tensor(request.targets)[:, None]).sum()
         assert score.loglikelihood == pytest.approx(float(exact), abs=1e-4)
+
+
+def test_batches_cost_least_in_padding_and_passes():
+    from kvacc.engine.scoring import batch_sizes
+
+    # One long row by itself: beside the short ones it would pad each of them by 90.
+    assert batch_sizes([100, 10, 10, 10], 1000, 48) == [1, 3]
+    # A pass costs more than so little padding.
+    assert batch_sizes([12, 10, 10, 10], 1000, 48) == [4]
+    assert batch_sizes([100, 10], 1000, 1000) == [2]
+    # The limit holds, but one row may be wider.
+    assert batch_sizes([10] * 7, 30, 48) == [1, 3, 3]
+    assert batch_sizes([50, 20, 20], 40, 1) == [1, 2]
+    assert batch_sizes([], 40, 1) == []
+
+
+def test_options_of_a_long_context_stay_together():
+    """A document wider than a batch is divided where that makes rows narrower, and nowhere else."""
+    from kvacc.engine.scoring import _rows_within
+
+    shared = [(n, Request((*range(3, 43), tail), (tail, 9), 0, 40)) for n, tail in enumerate((50, 51))]
+    assert len(_rows_within(shared, True, 30, 0)) == 1
+    apart = [(n, Request((3, *range(first, first + 40)), (9,), 0, 40)) for n, first in enumerate((10, 60))]
+    assert len(_rows_within(apart, True, 60, 0)) == 2
