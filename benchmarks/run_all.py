@@ -26,7 +26,8 @@ SCRIPTS: tuple[tuple[str, ...], ...] = (
     ("against_hf.py", "--shots", "5", "--sampler", "first_n", "--limit", "20", "--blocks", "1"),
     ("strategies.py", "--strategies", "h2o,infinigen", "--limit", "12", "--repeats", "2"),
     ("step_path.py", "--repeats", "3"),
-    ("long_prompts.py", "--repeats", "2"),
+    ("long_prompts.py", "--repeats", "2", "--only", "prefill"),
+    ("long_prompts.py", "--repeats", "1", "--only", "8,000"),
     ("against_kvpress.py", "--items", "2", "--repeats", "2"),
 )
 TARGETS: tuple[tuple[str, str, dict[str, Any], str, str, float], ...] = (
