@@ -90,6 +90,7 @@ def test_the_smallest_budget_of_each_task_and_of_the_suite(tmp_path):
     assert holds["kvacc_mini_copa", "0.25"] is False and holds["kvacc_mini_piqa", "0.55"] is False
 
 
+@pytest.mark.slow
 def test_the_search_halves_and_reuses(tmp_path):
     found = search(tmp_path)
     budgets = {one.budget for one in found.tried if one.task == "kvacc_mini_copa"}

@@ -184,6 +184,7 @@ def _convert_in_child(paths, environment, queue):
     queue.put((str(folder), len(conversions), is_ready(MODEL)))
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_convert_once(package):
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()

@@ -448,6 +448,7 @@ def test_other_formats_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_fresh_processes_draw_the_same_bytes(tmp_path):
     for cell in sweep():
         write_cell(tmp_path / "runs", cell)

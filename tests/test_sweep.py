@@ -212,6 +212,7 @@ def test_a_sweep_killed_in_a_cell_resumes_to_an_equal_result(tmp_path):
     assert not list(folder.rglob(".*"))
 
 
+@pytest.mark.slow
 def test_two_sweeps_at_once_in_one_folder_do_no_harm(tmp_path):
     config = tmp_path / "c.yaml"
     config.write_text(YAML)

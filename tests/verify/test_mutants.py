@@ -89,6 +89,7 @@ def test_an_exception_of_the_strategy_is_a_failure_with_its_place():
     assert failure.found.startswith("RuntimeError: ") and ".py:" in failure.why
 
 
+@pytest.mark.slow
 def test_a_failure_on_a_longer_text_is_looked_for_on_a_short_one():
     # Only the first of several models tries a short text at once.
     report = verify_strategy(
