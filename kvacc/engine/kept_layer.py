@@ -38,6 +38,7 @@ class KeptLayer(CacheLayerMixin):
         self.entries: Entries | None = None
         self.seen = 0
         self._has_free_slot = False
+        self._is_in_order = True
         self._taken: torch.Tensor | None = None
         """long [B, H], the slots that the newest token took; None when it came behind the others."""
 
@@ -58,11 +59,13 @@ class KeptLayer(CacheLayerMixin):
         self._taken = None
         if count == 1 and self._has_free_slot:
             self._taken = (~self.entries.alive).to(torch.uint8).argmax(-1)
+            self._is_in_order = False
             for stored, new in ((self.keys, key_states), (self.values, value_states)):
                 slot = self._taken[..., None, None].expand(-1, stored.shape[1], 1, stored.shape[3])
                 stored.scatter_(2, slot, new)
         else:
-            if self._has_free_slot:
+            # A chunk is replayed by scans that take the order of slots for that of the text.
+            if self._has_free_slot or (count > 1 and not self._is_in_order):
                 self._into_text_order()
             self.keys = torch.cat([self.keys, key_states], -2)
             self.values = torch.cat([self.values, value_states], -2)
@@ -112,6 +115,7 @@ class KeptLayer(CacheLayerMixin):
         last = torch.iinfo(torch.long).max
         order = self.entries.position.masked_fill(~self.entries.alive, last).argsort(dim=-1, stable=True)
         self._move(self.entries, order[..., : int(self.entries.alive.sum(-1).max())])
+        self._is_in_order = True
 
     def _move(self, entries: Entries, slots: torch.Tensor) -> None:
         """Keep the ``slots`` long [B, H, S'], in their order."""
@@ -136,6 +140,7 @@ class KeptLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.keys = self.values = self.entries = self._taken = None
         self.is_initialized = self._has_free_slot = False
+        self._is_in_order = True
         self.seen = 0
 
     def _select_rows(self, rows: torch.Tensor) -> None:

@@ -503,3 +503,22 @@ def test_strategies_here_act():
         found, session = parallel_run("llama", make(name), TOKENS)
         assert session.hidden[0, 8:].all()
         assert (found - expected)[8:].abs().max() > 1e-2
+
+
+def in_text_order(layer: KeptLayer) -> bool:
+    pairs = zip(layer.entries.alive.flatten(0, 1), layer.entries.position.flatten(0, 1), strict=True)
+    return all(position[alive].tolist() == sorted(position[alive].tolist()) for alive, position in pairs)
+
+
+def test_a_chunk_after_decoding_finds_the_slots_in_text_order():
+    """Under a budget that grows, arriving tokens take freed slots, and then there may be none free."""
+    checked = 0
+    for read in range(12, 20):
+        _, _, session = step_through(sharp("llama"), make("h2o", 0.4, "seen"), TOKENS[:read])
+        for layer in session.cache.layers:
+            checked += not layer._has_free_slot and not in_text_order(layer)
+            two = torch.zeros(1, layer.keys.shape[1], 2, layer.keys.shape[3])
+            layer.update(two, two)
+            assert in_text_order(layer)
+            assert layer.keys.shape[2] == int(layer.entries.alive.sum(-1).max()) + 2
+    assert checked, "no layer was full and out of order"
