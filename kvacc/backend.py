@@ -574,7 +574,10 @@ class KvaccLM(HFLM):
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or (len(batch.prompts) == 1 and not batch.shared):
                     raise
-                waiting = [*batch.halves(), *waiting]
+                # Those that wait would not fit either, and would say so late in their generation.
+                most = len(batch.prompts) // 2
+                rest = [part for each in waiting for part in each.smaller(max(1, most))]
+                waiting = [*batch.smaller(most), *rest]
                 continue
             yield batch.prompts, made
 

@@ -158,6 +158,26 @@ def test_questions_on_one_haystack_are_answered_as_each_alone(ours, monkeypatch)
         assert [r.acted for r in records] == [r.acted for r in lm.records] == [strategy == "h2o"] * 4
 
 
+def test_a_generation_out_of_memory_goes_on_smaller_and_loses_nothing(ours, monkeypatch):
+    lm = ours(strategy="h2o", budget=0.4, batch_size=4)
+    questions = [complete(text(4, n), n, until=[], max_gen_toks=3) for n in range(10)]
+    expected = lm.generate_until(questions)
+    original, sizes = lm._generate_batch, []
+
+    def generate(instances, beginning=None):
+        sizes.append(len(instances))
+        if len(instances) > 2:
+            raise torch.OutOfMemoryError("no room")
+        return original(instances, beginning)
+
+    monkeypatch.setattr(lm, "_generate_batch", generate)
+    assert lm.generate_until(questions) == expected
+    assert sizes == [4, 2, 2, 2, 2, 2], "those that wait are made smaller before they fail"
+    monkeypatch.setattr(lm, "_generate_batch", lambda *_: (_ for _ in ()).throw(MemoryError("none")))
+    with pytest.raises(MemoryError):
+        lm.generate_until(questions)
+
+
 def test_full_equals_hf_when_a_greedy_continuation_is_asked_for(lm, hf):
     starts = [text(3, n) for n in range(20)]
     best = lm.generate_until([complete(start, until=[], max_gen_toks=1) for start in starts])

@@ -41,12 +41,12 @@ class PromptBatch:
     shared: int = 0
     group: int | None = None
 
-    def halves(self) -> list[PromptBatch]:
-        """Two batches of the same prompts; of a single prompt, itself without sharing."""
-        half = len(self.prompts) // 2
-        if not half:
-            return [PromptBatch(self.prompts)]
-        return [replace(self, prompts=part) for part in (self.prompts[:half], self.prompts[half:])]
+    def smaller(self, most: int) -> list[PromptBatch]:
+        """The same prompts in batches of at most ``most``; with 0, each without sharing."""
+        if not most:
+            return [PromptBatch([prompt]) for prompt in self.prompts]
+        parts = (self.prompts[first : first + most] for first in range(0, len(self.prompts), most))
+        return [replace(self, prompts=part) for part in parts]
 
 
 def can_share(wrapped: WrappedModel, strategy: Strategy) -> bool:
