@@ -91,22 +91,6 @@ def parse_drops(words: Iterable[str]) -> tuple[float | None, dict[str, float]]:
     return default, by_name
 
 
-def parse_bytes(text: str, option: str) -> int:
-    """``24GB`` (10^9 bytes each) or ``24GiB`` (2^30) in bytes.
-
-    Raises:
-        KvaccError: not such a size.
-    """
-    from kvacc.probes import config
-
-    try:
-        if not text.strip()[-1:].isalpha():
-            raise KvaccError(f"{text!r} has no unit; write one, such as 24GB or 22.5GiB")
-        return config.parse_bytes(text)
-    except KvaccError as error:
-        raise KvaccError(f"{option}: {error}") from None
-
-
 def parse_seconds(text: str, option: str) -> float:
     """``40ms`` or ``2s`` in seconds.
 

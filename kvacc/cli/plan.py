@@ -81,8 +81,8 @@ def plan(
     from kvacc.planner import planning
     from kvacc.planner.gpus import find_gpu
     from kvacc.planner.memory import RESERVE
-    from kvacc.planner.quantities import parse_bytes, parse_operations, parse_rate, parse_tokens
     from kvacc.planner.report import as_dict, as_markdown, print_plan
+    from kvacc.quantities import parse_bytes, parse_operations, parse_rate, parse_tokens
 
     def read(parse, text: str | None, name: str) -> Any:
         return None if text is None else parse(text, name)

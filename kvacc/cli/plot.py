@@ -27,29 +27,38 @@ def plot() -> None:
     """
 
 
+_OUTPUT = click.option("--output", "-o", metavar="FILE", help="Where to write it.  [default: KIND.svg]")
+_MODEL = click.option("--model", multiple=True, help="Only this model; may be repeated.")
+_STRATEGY = click.option(
+    "--strategy", multiple=True, help="Only this strategy, beside full; may be repeated."
+)
+_COLUMNS = click.option(
+    "--columns", type=click.IntRange(1), default=3, show_default=True, help="Pictures beside each other."
+)
+
+
+def _with(options: list[Callable], command: Callable) -> Callable:
+    """The command with the options, in their order."""
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 def _of_results(command: Callable) -> Callable:
     """Arguments that every picture of results takes."""
     options = [
         click.argument("runs", nargs=-1, required=True, type=click.Path()),
-        click.option("--output", "-o", metavar="FILE", help="Where to write it.  [default: KIND.svg]"),
-        click.option("--model", multiple=True, help="Only this model; may be repeated."),
+        _OUTPUT,
+        _MODEL,
         click.option("--task", multiple=True, help="Only this task; may be repeated."),
         click.option(
             "--shots", multiple=True, type=int, help="Only this number of examples; may be repeated."
         ),
         click.option("--protocol", multiple=True, help="Only this protocol, beside full; may be repeated."),
-        click.option("--strategy", multiple=True, help="Only this strategy, beside full; may be repeated."),
-        click.option(
-            "--columns",
-            type=click.IntRange(1),
-            default=3,
-            show_default=True,
-            help="Pictures beside each other.",
-        ),
+        _STRATEGY,
+        _COLUMNS,
     ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return _with(options, command)
 
 
 @plot.command()
@@ -105,22 +114,14 @@ def _of_probes(command: Callable) -> Callable:
     """Arguments that every picture of probes takes."""
     options = [
         click.argument("probes", nargs=-1, required=True, type=click.Path()),
-        click.option("--output", "-o", metavar="FILE", help="Where to write it.  [default: KIND.svg]"),
-        click.option("--model", multiple=True, help="Only this model; may be repeated."),
-        click.option("--strategy", multiple=True, help="Only this strategy, beside full; may be repeated."),
+        _OUTPUT,
+        _MODEL,
+        _STRATEGY,
         click.option("--prompt", multiple=True, type=int, help="Only this prompt length; may be repeated."),
         click.option("--batch", multiple=True, type=int, help="Only this batch; may be repeated."),
-        click.option(
-            "--columns",
-            type=click.IntRange(1),
-            default=3,
-            show_default=True,
-            help="Pictures beside each other.",
-        ),
+        _COLUMNS,
     ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return _with(options, command)
 
 
 @plot.command()

@@ -78,8 +78,9 @@ def recommend(
     """
     from kvacc.advice import Selection, Wanted, output
     from kvacc.advice import recommend as advise
-    from kvacc.advice.limits import Limits, parse_bytes, parse_drops, parse_seconds, require
+    from kvacc.advice.limits import Limits, parse_drops, parse_seconds, require
     from kvacc.cli.console import make_console
+    from kvacc.quantities import parse_bytes
     from kvacc.results import read_cells
 
     max_drop, max_drop_of = parse_drops(max_drops)

@@ -18,7 +18,9 @@ tasks x shots. Nothing here loads a model or a document.
 from kvacc.config.cells import BASELINE, CellSpec, plan_cells
 from kvacc.config.entries import (
     AUTO,
+    ModelEntries,
     ModelEntry,
+    StrategyEntries,
     StrategyEntry,
     TaskEntry,
     strategy_from_words,
@@ -41,9 +43,11 @@ __all__ = [
     "AUTO",
     "BASELINE",
     "CellSpec",
+    "ModelEntries",
     "ModelEntry",
     "Part",
     "RunConfig",
+    "StrategyEntries",
     "StrategyEntry",
     "TaskEntry",
     "add_included",

@@ -27,7 +27,7 @@ from pydantic import (
 
 from kvacc import task_catalog
 from kvacc.budget import REFERENCES, Budget
-from kvacc.config.parts import Part, Text, as_list, faults_at, one_of, sentence
+from kvacc.config.parts import Part, Text, as_list, by_name, faults_at, one_of, sentence
 from kvacc.errors import KvaccError, nearest, unknown
 from kvacc.models import DTYPES
 from kvacc.strategy import Strategy, make_strategy, strategy_classes
@@ -160,6 +160,16 @@ class StrategyEntry(BaseModel):
         except KvaccError as error:
             named = [option for option in typed if option in str(error)]
             yield tuple(named[:1]), str(error)
+
+
+ModelEntries = Annotated[
+    list[Annotated[ModelEntry, by_name("pretrained")]], BeforeValidator(as_list), Field(min_length=1)
+]
+"""One model or more, each as a mapping or by its name."""
+StrategyEntries = Annotated[
+    list[Annotated[StrategyEntry, by_name("name")]], BeforeValidator(as_list), Field(min_length=1)
+]
+"""One strategy or more, likewise."""
 
 
 class TaskEntry(BaseModel):

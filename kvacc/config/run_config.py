@@ -8,7 +8,14 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
-from kvacc.config.entries import AUTO, ModelEntry, StrategyEntry, Task, TaskEntry, strategy_identity
+from kvacc.config.entries import (
+    AUTO,
+    ModelEntries,
+    StrategyEntries,
+    Task,
+    TaskEntry,
+    strategy_identity,
+)
 from kvacc.config.parts import (
     Count,
     Natural,
@@ -16,7 +23,6 @@ from kvacc.config.parts import (
     ProtocolName,
     Text,
     as_list,
-    by_name,
     faults_at,
     one_of,
 )
@@ -28,12 +34,8 @@ class RunConfig(Part):
     """Everything that a sweep was asked for."""
 
     name: Text = Field(default="run", description="Title of the run.")
-    models: Annotated[
-        list[Annotated[ModelEntry, by_name("pretrained")]], BeforeValidator(as_list), Field(min_length=1)
-    ] = Field(description="Models, each loaded once.")
-    strategies: Annotated[
-        list[Annotated[StrategyEntry, by_name("name")]], BeforeValidator(as_list), Field(min_length=1)
-    ] = Field(description="Strategies with their budgets.")
+    models: ModelEntries = Field(description="Models, each loaded once.")
+    strategies: StrategyEntries = Field(description="Strategies with their budgets.")
     protocols: Annotated[list[ProtocolName], BeforeValidator(as_list), Field(min_length=1)] = Field(
         default=["stream"], description="When compression acts."
     )

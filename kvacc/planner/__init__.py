@@ -1,6 +1,5 @@
 """What would fit a machine that is not here, and how fast could it be: from configurations alone.
 
-:mod:`~kvacc.planner.quantities`  sizes as people write them
 :mod:`~kvacc.planner.gpus`        a table of GPUs
 :mod:`~kvacc.planner.models`      a model's configuration and its parameters, without weights
 :mod:`~kvacc.planner.memory`      bytes by part

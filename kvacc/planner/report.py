@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvacc.planner.planning import Plan
-from kvacc.planner.quantities import duration, gib
 from kvacc.planner.speed import Step
+from kvacc.quantities import duration, gib
 
 if TYPE_CHECKING:
     from rich.console import Console

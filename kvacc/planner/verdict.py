@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvacc.planner.memory import KERNELS, MemoryParts, Workload
 from kvacc.planner.models import PlannedModel
-from kvacc.planner.quantities import gib
+from kvacc.quantities import gib
 from kvacc.strategy import Strategy
 
 if TYPE_CHECKING:

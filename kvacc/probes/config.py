@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
@@ -23,12 +22,11 @@ from pydantic import BeforeValidator, Field, StrictInt, model_validator
 
 from kvacc.config import (
     BASELINE,
-    ModelEntry,
+    ModelEntries,
     Part,
-    StrategyEntry,
+    StrategyEntries,
     add_included,
     as_list,
-    by_name,
     faults_at,
     one_of,
     packaged_probe_configs,
@@ -40,29 +38,18 @@ from kvacc.config import (
 from kvacc.errors import KvaccError
 from kvacc.marked_yaml import MarkedYaml
 from kvacc.probes.records import KERNELS
+from kvacc.quantities import parse_bytes
 from kvacc.strategy import PROTOCOLS
 
 OWN_KERNEL = "kvacc"
 MEASURES = ("latency", "memory", "transfers", "capacity")
 """What :attr:`ProbeConfig.measures` may name."""
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-def parse_bytes(value: Any) -> int:
-    """``4GB``, ``512MiB`` or a number of bytes, as bytes; GB is 10**9, GiB 2**30.
-
-    Raises:
-        KvaccError: anything else, or nothing at all.
-    """
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
-    unit = found[2].upper() or "B" if found else ""
-    if isinstance(value, bool) or unit not in _UNITS:
-        raise KvaccError(f"{value!r} is no size; write a number with a unit, such as 4GB or 512MiB")
-    size = int(float(found[1]) * _UNITS[unit])
-    if size < 1:
-        raise KvaccError(f"a size of {value!r} holds nothing; give more than 0 bytes")
-    return size
+def _size(value: Any) -> int:
+    """``4GB``, ``512MiB`` or a number of bytes, as bytes."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return parse_bytes(f"{value}B" if whole else value, "size")
 
 
 def _nullable(value: Any) -> Any:
@@ -76,7 +63,7 @@ _Natural = Annotated[StrictInt, Field(ge=0)]
 _Counts = Annotated[list[_Count], BeforeValidator(as_list), Field(min_length=1)]
 _Kernel = Annotated[str, one_of("kernel", KERNELS)]
 _Measure = Annotated[str, one_of("measure", MEASURES)]
-_Size = Annotated[int, BeforeValidator(parse_bytes)]
+_Size = Annotated[int, BeforeValidator(_size)]
 
 
 class CapacityEntry(Part):
@@ -97,12 +84,8 @@ class ProbeConfig(Part):
     """Everything that a probe run was asked for."""
 
     name: _Text = Field(default="probe", description="Title of the run.")
-    models: Annotated[
-        list[Annotated[ModelEntry, by_name("pretrained")]], BeforeValidator(as_list), Field(min_length=1)
-    ] = Field(description="Models, each loaded once.")
-    strategies: Annotated[
-        list[Annotated[StrategyEntry, by_name("name")]], BeforeValidator(as_list), Field(min_length=1)
-    ] = Field(description="Strategies with their budgets.")
+    models: ModelEntries = Field(description="Models, each loaded once.")
+    strategies: StrategyEntries = Field(description="Strategies with their budgets.")
     protocols: Annotated[
         list[Annotated[str, one_of("protocol", PROTOCOLS)]], BeforeValidator(as_list), Field(min_length=1)
     ] = Field(default=["serve"], description="When compression acts.")

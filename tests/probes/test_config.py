@@ -5,7 +5,7 @@ import pytest
 from kvacc.config import packaged_configs
 from kvacc.errors import KvaccError
 from kvacc.probes.cases import case_id, case_label, plan_groups
-from kvacc.probes.config import load_probe_config, packaged_probe_configs, parse_bytes, probe_config_from
+from kvacc.probes.config import load_probe_config, packaged_probe_configs, probe_config_from
 
 MINIMAL = {"models": ["some/model"], "strategies": ["full", {"name": "h2o", "budgets": [0.5, 0.2]}]}
 
@@ -39,8 +39,8 @@ def test_one_entry_needs_no_list():
         ({"kernels": ["eager"]}, "strategies.1: h2o runs in kernel kvacc only; add it to kernels"),
         ({"strategies": ["streaming_lm"]}, "did you mean 'streaming_llm'?"),
         ({"measures": ["capacity"]}, "is measured under a limit; add capacity: {limit: 4GB}"),
-        ({"capacity": {"limit": "4 apples"}}, "'4 apples' is no size"),
-        ({"capacity": {"limit": 0}}, "holds nothing"),
+        ({"capacity": {"limit": "4 apples"}}, "size '4 apples': the unit 'apples' is unknown"),
+        ({"capacity": {"limit": 0}}, "is nothing"),
         ({"capacity": {"limits": "4GB"}}, "unknown key (did you mean 'limit'?)"),
         ({"tasks": ["piqa"]}, "tasks: unknown key"),
         ({"protocols": ["serv"]}, "did you mean 'serve'?"),
@@ -83,7 +83,7 @@ def test_packaged_configurations_are_valid_and_no_sweeps():
     [("4GB", 4 * 10**9), ("1.5 GiB", 3 * 2**29), ("512mib", 2**29), (4096, 4096), ("7B", 7)],
 )
 def test_sizes(text, size):
-    assert parse_bytes(text) == size
+    assert probe_config_from({**MINIMAL, "capacity": {"limit": text}}).capacity.limit == size
 
 
 def test_a_group_holds_all_that_is_timed_together():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvacc.errors import KvaccError
-from kvacc.planner.quantities import (
+from kvacc.quantities import (
     duration,
     gib,
     parse_bytes,
