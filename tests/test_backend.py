@@ -271,7 +271,7 @@ def test_a_continuation_longer_than_the_context_is_one_clear_line(ours):
 
 def test_tokens_are_scored_as_text_is(lm):
     lm.use(make_strategy("h2o", 0.3), "stream")
-    pairs = [(q.args, *lm._encode(q)) for q in QUESTIONS[:3]]
+    pairs = [(q.args, *lm._prompts().with_continuation(q)) for q in QUESTIONS[:3]]
     alone = [lm.loglikelihood([q])[0] for q in QUESTIONS[:3]]
     assert_equal_answers(lm._loglikelihood_tokens(pairs), alone)
 
@@ -568,7 +568,7 @@ SELECTED = {
 @pytest.fixture
 def selecting(monkeypatch):
     """Scores as those of a strategy that selects: 1 / n of ``SELECTED`` for the n-th request."""
-    import kvacc.backend as module
+    import kvacc.backend.lm as module
 
     score_documents = module.score_documents
 

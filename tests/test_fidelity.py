@@ -150,7 +150,7 @@ def test_requests_are_compared_when_asked_for(ours, passes):
     own = copy.deepcopy(lm.model)
     own.set_attn_implementation("eager")
     for request, one in zip(requests, lm.records, strict=True):
-        context, target = lm._encode(request)
+        context, target = lm._prompts().with_continuation(request)
         with torch.inference_mode():
             logits = own(torch.tensor([(context + target)[:-1]])).logits[0, -len(target) :].double()
         full = float(logits.log_softmax(-1).gather(1, torch.tensor(target)[:, None]).sum())
@@ -200,9 +200,9 @@ def test_a_generation_is_compared_on_fulls_own_answer(ours):
     assert lm.generate_until(requests) == texts
     lm.use(make_strategy("h2o", 6), "serve")
     lm.generate_until(requests)
-    answer = lm.references.answer(lm._prompt(requests[0]), repr((["q", "</s>"], 9, None)))
+    prompt = lm._prompts().whole(requests[0])
+    answer = lm.references.answer(prompt, repr((["q", "</s>"], 9, None)))
     # By hand: full's answer read by the strategy on the step path, after a dense prompt.
-    prompt = lm._prompt(requests[0])
     session = lm.wrapped.step(lm.strategy, [RowReading(0, len(prompt), len(prompt))])
     own = copy.deepcopy(lm.model)
     own.set_attn_implementation("eager")
@@ -222,7 +222,7 @@ def test_a_generation_is_compared_on_fulls_own_answer(ours):
 
 
 def test_full_generates_once(ours, monkeypatch):
-    import kvacc.backend as module
+    import kvacc.backend.generation as module
 
     names = []
     original = module.generate

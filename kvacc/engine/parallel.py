@@ -12,6 +12,7 @@ from kvacc.engine import compiled
 from kvacc.engine.attention import AttentionCall, attention_logits, dense_attention, weighted_values
 from kvacc.engine.dense_scan import dense_beginning, dense_block
 from kvacc.engine.layers import LayerKind
+from kvacc.engine.packing import TokenPacking
 from kvacc.engine.plan import Plan
 from kvacc.engine.prefix import Prefix, StoredLayer
 from kvacc.engine.rotary import Rotation
@@ -54,7 +55,8 @@ class ParallelSession:
         stored: layer -> what later tokens read of a plan with one path, only with ``store=True``.
 
     The plan may continue a shared ``prefix`` of P tokens. Then a layer's W entries are the
-    prefix's, the same for all rows, and behind them the plan's: W = P + T.
+    prefix's, the same for all rows, and behind them the plan's: W = P + T. With a ``packing`` the model
+    runs on the plan's tokens without padding, and only attention sees the rows.
     """
 
     def __init__(
@@ -70,8 +72,10 @@ class ParallelSession:
         weigh: bool = False,
         prefix: Prefix | None = None,
         store: bool = False,
+        packing: TokenPacking | None = None,
     ):
         self.plan = plan
+        self.packing = packing
         self.weigh = weigh
         self.prefix = prefix
         self.offset = prefix.tokens if prefix else 0
@@ -101,11 +105,17 @@ class ParallelSession:
         """For all layers of a kind on a device."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """The attention output [B, Q, T, V] of one layer.
+        """The attention output [B, Q, T, V] of one layer; [1, Q, N, V] of packed tokens.
 
         Raises:
             KvaccError: a text longer than the window of a layer that is treated as full.
         """
+        if self.packing is None:
+            return self._attend(call)
+        spread = map(self.packing.spread, (call.query, call.key, call.value))
+        return self.packing.gather(self._attend(call.with_tensors(*spread)))
+
+    def _attend(self, call: AttentionCall) -> torch.Tensor:
         kind = self.kinds[call.layer]
         self.layers += 1
         self.modules[call.layer] = call.module
@@ -218,7 +228,7 @@ class ParallelSession:
         selector = self.strategy.selector(context)
         entry_position = self._entry_position(plan)
         selector.extend(NewEntries(call.key, entry_position, *self._paths(plan)))
-        speculated = self.speculation.queries(call) if self.speculation else None
+        speculated = self.speculation.queries(call, self.packing) if self.speculation else None
         each = entry_bytes(call, self.latent)
         total = self.offset + width
         block = max(1, BLOCK_BYTES // (4 * rows * query_heads * total))

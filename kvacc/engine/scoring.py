@@ -3,6 +3,7 @@ path that says the same one token at a time."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,11 @@ whole) are computed in blocks of rows."""
 PASS_TOKENS = {"cpu": 48, "cuda": 2048}
 """A forward pass costs as much as reading so many tokens more: all weights are fetched, and every
 operation is started, whatever it reads."""
+EVEN_TOKENS = 1024
+"""In rows of this width attention costs about as much as all else. Padding that only attention sees
+costs a share of a token in narrower ones."""
+MOST_PADDED = 2
+"""Places of a packed batch, over the tokens that it may hold."""
 PREFIX_SHARE = 8
 """A token of a shared prefix counts as an eighth of one in a batch: it is stored, not computed."""
 
@@ -128,7 +134,9 @@ class _Run:
             if not sizes:
                 # A row's own copy of the prefix takes memory, too.
                 widths = [len(row.tokens) + after // PREFIX_SHARE for row in rows]
-                sizes = batch_sizes(widths, self.batch_tokens, self._pass_tokens)
+                sizes = batch_sizes(
+                    widths, self.batch_tokens, self._pass_tokens, packs=self.wrapped.shares_trees
+                )
             count = sizes.pop(0)
             batch, rest = rows[:count], rows[count:]
             try:
@@ -171,25 +179,32 @@ class _Run:
         return sorted(halves + rest, key=lambda row: -len(row.tokens))
 
 
-def batch_sizes(widths: Sequence[int], limit: int, pass_tokens: int) -> list[int]:
+def batch_sizes(widths: Sequence[int], limit: int, pass_tokens: int, packs: bool = False) -> list[int]:
     """How many of the rows, longest first, go into each batch, so that padding and passes together
     cost least.
 
     Args:
         widths: tokens of each row, descending; a batch is as wide as its first.
-        limit: padded tokens of a batch, except where one row is wider.
+        limit: tokens of a batch, except where one row is wider: padded ones, or with ``packs`` those
+            that are read.
         pass_tokens: what a pass costs, whatever it reads.
+        packs: only attention sees padding (:mod:`kvacc.engine.packing`).
     """
     count = len(widths)
-    cost, size = [0] * (count + 1), [0] * count
+    before = [0, *itertools.accumulate(widths)]
+    cost, size = [0.0] * (count + 1), [0] * count
     for first in range(count - 1, -1, -1):
+        price = min(1.0, widths[first] / EVEN_TOKENS) if packs else 1.0
         best = None
         for end in range(first + 1, count + 1):
+            read = before[end] - before[first]
             padded = (end - first) * widths[first]
-            if padded > limit and end > first + 1:
+            fits = read <= limit and padded <= MOST_PADDED * limit if packs else padded <= limit
+            if not fits and end > first + 1:
                 break
-            if best is None or padded + cost[end] < best:
-                best, size[first] = padded + cost[end], end - first
+            here = read + price * (padded - read) + cost[end]
+            if best is None or here < best:
+                best, size[first] = here, end - first
         cost[first] = best + pass_tokens
     sizes, first = [], 0
     while first < count:

@@ -20,6 +20,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from kvacc.engine.attention import AttentionCall, active
+from kvacc.engine.packing import TokenPacking
 from kvacc.engine.skewing import Skewing
 from kvacc.select_strategy import SpeculationSettings
 
@@ -150,12 +151,13 @@ class Speculation:
         """False at the first layer, before which there is nothing to guess from."""
         return self.source == "current" or self.inputs.before(layer) is not None
 
-    def queries(self, call: AttentionCall) -> torch.Tensor:
-        """The speculated queries [B, Q, n, C] of a layer that runs now."""
+    def queries(self, call: AttentionCall, packing: TokenPacking | None = None) -> torch.Tensor:
+        """The speculated queries [B, Q, n, C] of a layer that runs now, on tokens that may be packed."""
         if self.source == "current":
             return self.skewed(call.layer, call.query)
         hidden = self.inputs.hidden(call.layer - 1).to(call.query.device)
-        return self._guess(call.layer, hidden, None)
+        guess = self._guess(call.layer, hidden, None)
+        return packing.spread(guess) if packing else guess
 
     def queries_ahead(self, layer: int, running: int) -> torch.Tensor | None:
         """The same for ``layer``, while ``running``, the one before, runs. None where the two

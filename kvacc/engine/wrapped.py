@@ -11,9 +11,11 @@ import torch
 
 from kvacc.engine import attention
 from kvacc.engine.layers import LayerKind, layer_kinds, shares_latent
+from kvacc.engine.packing import packing_of
 from kvacc.engine.parallel import ParallelSession
 from kvacc.engine.plan import Plan, Request, build_rows, make_plan
 from kvacc.engine.prefix import Prefix
+from kvacc.engine.prepacked import PrepackedWeights
 from kvacc.engine.rotary import Rotation, find_rotation, has_rotary_positions
 from kvacc.engine.skewing import skewing_for
 from kvacc.engine.speculation import Inputs, Speculation, token_mixers
@@ -37,8 +39,8 @@ class WrappedModel:
             strategies that prepare themselves on some plain text; the caller has the tokenizer.
 
     Attributes:
-        shares_trees: options of a document may share a row. False for models with
-            recurrent layers, or without explicit positions.
+        shares_trees: options of a document may share a row, and a batch is read without its
+            padding. False for models with recurrent layers, or without explicit positions.
 
     Raises:
         KvaccError: the family does not call the interface, or computes something else.
@@ -66,6 +68,7 @@ class WrappedModel:
         self._modules: dict[int, torch.nn.Module] = {}
         self._speculations: dict[SpeculationSettings, Speculation] = {}
         self._head_only: bool | None = None
+        self.prepacked = PrepackedWeights(model)
         accepts = inspect.signature(model.forward).parameters
         recurrent = any(kind.name == "other" for kind in self.kinds)
         self.shares_trees = "position_ids" in accepts and not recurrent
@@ -186,6 +189,7 @@ class WrappedModel:
                 "figure may come from it; use the step path"
             )
         plan = plan.to(self.device)
+        packing = packing_of(plan.segment >= 0) if self.shares_trees else None
         rotation = self.rotation_for(strategy)
         session = ParallelSession(
             plan,
@@ -199,11 +203,15 @@ class WrappedModel:
             weigh,
             prefix,
             store,
+            packing,
         )
-        arguments = {"position_ids": plan.position} if self.takes_positions else {}
-        head = _only(self.model, plan.counted, whole_logits)
+        tokens, position, counted = plan.tokens, plan.position, plan.counted
+        if packing:
+            tokens, position, counted = map(packing.pack, (tokens, position, counted))
+        arguments = {"position_ids": position} if self.takes_positions else {}
+        head = _only(self.model, counted, whole_logits)
         with attention.active(session), head, torch.inference_mode():
-            out = self.model(input_ids=plan.tokens, use_cache=False, **arguments)
+            out = self.model(input_ids=tokens, use_cache=False, **arguments)
         self._require_calls(session.layers)
         if keep_hidden:
             session.hidden_states = head.hidden_states
@@ -287,13 +295,17 @@ class WrappedModel:
         # Half precision: another order of sums moves single logits by a good share of their
         # spread, so their typical difference is compared. Another function is off by all of it.
         allowed = 1e-3 if exact else 0.2 * float(own.std()) + 1e-3
+        probe = self._probe_requests()
         for share in (True, False) if self.shares_trees else (False,):
-            rows = build_rows(self._probe_requests(), share)
+            self.shares_trees = share
+            rows, expected = build_rows(probe, share), own
+            if share:
+                # A tree and a shorter row: branches and packed tokens at once.
+                rows, expected = rows + build_rows(probe[:1]), torch.cat([own, own[:1]])
             logits, _ = self.parallel(make_plan(rows, full), full)
-            off = (logits.float().view_as(own) - own).abs()
+            off = (logits.float().view_as(expected) - expected).abs()
             difference = float(off.max() if exact else off.square().mean().sqrt())
             if difference <= allowed:
-                self.shares_trees = share
                 return
         raise KvaccError(
             f"model family {self.family!r} computes something else through kvacc's attention than by itself "
