@@ -9,6 +9,9 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
+BINS = 256
+"""Intervals that the values of one query are counted in."""
+
 
 @njit(inline="always")
 def nth_highest(values, n, nth):
@@ -38,6 +41,30 @@ def nth_highest(values, n, nth):
     return values[target]
 
 
+@njit(inline="always")
+def narrow(values, n, nth, lowest, highest, bins):
+    """Drop all but the values among which the ``nth`` highest is: those that fall into one of equal
+    intervals from ``lowest`` to ``highest``. Returns how many are left, in front, and which of them
+    it is."""
+    spread = highest - lowest
+    scale = np.float32((BINS - 1) / spread)
+    if not (np.isfinite(spread) and np.isfinite(scale)):  # infinities among them, or all equal
+        return n, nth
+    bins[:] = 0
+    for k in range(n):
+        bins[np.int32((values[k] - lowest) * scale)] += 1
+    place, rest = BINS - 1, nth
+    while bins[place] < rest:
+        rest -= bins[place]
+        place -= 1
+    left = 0
+    for k in range(n):
+        value = values[k]
+        values[left] = value
+        left += np.int32((value - lowest) * scale) == place
+    return left, rest
+
+
 @njit(parallel=True, cache=True)
 def highest_kernel(scores, count, allowed, out):
     rows, heads, queries, width = scores.shape
@@ -48,28 +75,36 @@ def highest_kernel(scores, count, allowed, out):
         wanted = count[b, h, i]
         if wanted <= 0:
             continue
-        values = np.empty(width, dtype=np.float32)
+        row, may, chosen = scores[b, h, i], allowed[b, h, i], out[b, h, i]
+        values = np.empty(width + 1, dtype=np.float32)
+        lowest, highest = np.float32(np.inf), np.float32(-np.inf)
         n = 0
         for w in range(width):
-            if allowed[b, h, i, w]:
-                values[n] = scores[b, h, i, w]
-                n += 1
+            values[n] = row[w]
+            n += may[w]
+            lowest = min(lowest, row[w] if may[w] else lowest)
+            highest = max(highest, row[w] if may[w] else highest)
         if wanted >= n:
-            out[b, h, i] = allowed[b, h, i]
+            chosen[:] = may
             continue
-        last = nth_highest(values, n, wanted)
+        left, rest = narrow(values, n, wanted, lowest, highest, np.empty(BINS, dtype=np.int32))
+        last = nth_highest(values, left, rest)
         # What is above the last value is in; of those equal to it the first ones are.
-        equal = wanted
-        for k in range(n):
-            if values[k] > last:
-                equal -= 1
+        above, equal = 0, 0
         for w in range(width):
-            if allowed[b, h, i, w]:
-                value = scores[b, h, i, w]
-                if value > last:
-                    out[b, h, i, w] = True
-                elif value == last and equal > 0:
-                    out[b, h, i, w] = True
+            above += may[w] & (row[w] > last)
+            equal += may[w] & (row[w] == last)
+        if above + equal == wanted:
+            for w in range(width):
+                chosen[w] = may[w] & (row[w] >= last)
+            continue
+        equal = wanted - above
+        for w in range(width):
+            if may[w] and row[w] >= last:
+                if row[w] > last:
+                    chosen[w] = True
+                elif equal > 0:
+                    chosen[w] = True
                     equal -= 1
 
 
@@ -96,3 +131,12 @@ def best_of_group_kernel(logits, candidates, out):
             for w in range(width):
                 if allowed[w]:
                     best[w] = max(best[w], row[w] - top)
+
+
+@njit(parallel=True, cache=True)
+def count_true_kernel(mask, out):
+    for row in prange(mask.shape[0]):
+        total = np.int32(0)
+        for w in range(mask.shape[1]):
+            total += mask[row, w]
+        out[row] = total

@@ -1,4 +1,4 @@
-"""``highest`` and ``best_of_group`` of :mod:`kvacc.select_strategy`, compiled with numba for
+"""``highest``, ``best_of_group`` and ``count_true`` of :mod:`kvacc.select_strategy`, compiled with numba for
 CPU tensors.
 
 A full sort of every query's scores costs more than the model; only the value of the
@@ -56,3 +56,11 @@ def best_of_group(logits: torch.Tensor, heads: int, candidates: torch.Tensor) ->
         logits.contiguous().numpy(), candidates.expand(shape).contiguous().numpy(), out
     )
     return torch.from_numpy(out)
+
+
+def count_true(mask: torch.Tensor) -> torch.Tensor:
+    """As :func:`kvacc.select_strategy.count_true`."""
+    flat = mask.reshape(-1, mask.shape[-1])
+    out = np.empty(len(flat), dtype=np.int32)
+    _kernels().count_true_kernel(flat.view(torch.uint8).numpy(), out)
+    return torch.from_numpy(out).view(mask.shape[:-1])

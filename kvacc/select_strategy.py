@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvacc.errors import KvaccError
+from kvacc.products import times_transposed
 from kvacc.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -265,12 +266,25 @@ def best_of_group(logits: torch.Tensor, heads: int, candidates: torch.Tensor) ->
     return (grouped - top).amax(2)
 
 
+def count_true(mask: torch.Tensor) -> torch.Tensor:
+    """int32 [...]: how many are True in each row of a bool mask [..., W]."""
+    import torch
+
+    from kvacc import compiled_choice
+
+    if mask.device.type == "cpu" and compiled_choice.numba_is_here():
+        return compiled_choice.count_true(mask)
+    return mask.sum(-1, dtype=torch.int32)
+
+
 def dots(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Inner products of queries [B, Q, n, C] with the keys [B, K, W, C] of their KV head,
     float32 [B, Q, n, W]."""
     rows, query_heads, count, size = query.shape
     heads = key.shape[1]
     grouped = query.float().reshape(rows, heads, query_heads // heads * count, size)
+    if rows * heads == 1:
+        return times_transposed(grouped[0, 0], key[0, 0].float()).view(1, query_heads, count, key.shape[2])
     return (grouped @ key.float().transpose(-1, -2)).view(rows, query_heads, count, key.shape[2])
 
 

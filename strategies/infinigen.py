@@ -23,6 +23,7 @@ from kvacc.select_strategy import (
     SelectStrategy,
     SpeculationSettings,
     best_of_group,
+    count_true,
     highest,
 )
 
@@ -167,13 +168,14 @@ class Speculated(Selector):
         candidates = held & ~itself if always else held
         logits = asked.logits(asked.speculated, self.state["partial_keys"][:, :, :width])
         nearness = best_of_group(logits, self.layer.heads, candidates)
-        count = ((nearness >= -strategy.alpha) & candidates).sum(-1)  # [B, H, n]
+        count = count_true((nearness >= -strategy.alpha) & candidates)  # [B, H, n]
         if strategy.counts == "mean":
             count = count.sum(1, keepdim=True) // self.layer.heads
         cap = (asked.budget - 1 if always else asked.budget)[:, None]
         chosen = highest(nearness, count.minimum(cap), candidates)
         fits = (asked.position < asked.budget)[:, None, :, None]
-        chosen = chosen | (fits & candidates)
+        if bool(fits.any()):
+            chosen = chosen | (fits & candidates)
         return chosen | itself if always else chosen
 
 

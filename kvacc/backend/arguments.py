@@ -46,10 +46,10 @@ def rows_of(batch_size: int | str | None) -> int:
     return 0 if automatic else positive("batch_size", batch_size, "auto")
 
 
-def require_fidelity(fidelity: bool) -> bool:
-    if not isinstance(fidelity, bool):
-        raise KvaccError(f"fidelity {fidelity!r} is neither true nor false; give one of them")
-    return fidelity
+def true_or_false(name: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise KvaccError(f"{name} {value!r} is neither true nor false; give one of them")
+    return value
 
 
 def require_tail_tokens(tail_tokens: int) -> int:

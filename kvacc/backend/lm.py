@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from lm_eval.models.huggingface import HFLM
 from kvacc.backend.arguments import (
     HF_OPTIONS,
     positive,
-    require_fidelity,
+    true_or_false,
     require_tail_tokens,
     rows_of,
     strategy_from,
@@ -40,7 +40,7 @@ from kvacc.engine.prefill import (
     require_state_carried,
 )
 from kvacc.engine.scoring import Score, score_documents
-from kvacc.engine.shared_prompt import Beginning
+from kvacc.engine.shared_prompt import Beginning, alone_is_faster
 from kvacc.engine.wrapped import WrappedModel
 from kvacc.errors import KvaccError
 from kvacc.models import resolve
@@ -67,6 +67,9 @@ class KvaccLM(HFLM):
         window: tokens of a window in which whole texts are scored; the model's context by default.
         prefill_chunk: tokens of a prompt that a generation reads in one pass; all by default. It
             bounds the memory of long prompts and changes no result.
+        prepack_weights: on a processor, in float32, multiply by a second copy of the weights in the
+            layout that its kernels want (:mod:`kvacc.engine.prepacked`), where memory allows. False
+            multiplies as PyTorch does by itself; answers differ in their last bits.
         batch_size: rows per pass of a generation; scoring is batched by tokens.
             ``max_batch_size`` is lm-eval's own argument and changes nothing.
         device, dtype, revision, device_map, trust_remote_code, gguf_file: how the model is
@@ -93,6 +96,7 @@ class KvaccLM(HFLM):
         fidelity: bool = False,
         window: int | None = None,
         prefill_chunk: int | None = None,
+        prepack_weights: bool = True,
         device: str | None = None,
         dtype: str | None = None,
         revision: str | None = None,
@@ -108,7 +112,8 @@ class KvaccLM(HFLM):
             strategy = strategy_from(strategy, budget, budget_of, options, _ARGUMENTS)
         elif options:
             raise KvaccError(f"unknown option {next(iter(options))!r} beside a ready strategy")
-        self.fidelity = require_fidelity(fidelity)
+        self.fidelity = true_or_false("fidelity", fidelity)
+        self.prepack_weights = true_or_false("prepack_weights", prepack_weights)
         self.window = None if window is None else positive("window", window, "nothing")
         self.prefill_chunk = require_chunk(prefill_chunk)
         self.references = References()
@@ -203,6 +208,9 @@ class KvaccLM(HFLM):
         quiet = disable_tqdm or self.progress is not None or self.rank != 0
         return counted(total, f"{self.strategy.name}: {kind}", quiet, self.progress)
 
+    def _prepacked(self) -> AbstractContextManager[None]:
+        return self.wrapped.prepacked.used() if self.prepack_weights else nullcontext()
+
     def _metered(self) -> Meter:
         self.meter.references = self.references if self.fidelity else None
         return self.meter
@@ -265,7 +273,7 @@ class KvaccLM(HFLM):
         self, documents: list[list[Prepared]], kind: str, disable_tqdm: bool
     ) -> list[tuple[Prepared, Score]]:
         """Every request with its score, document after document."""
-        with self._counted(sum(map(len, documents)), kind, disable_tqdm) as advance:
+        with self._counted(sum(map(len, documents)), kind, disable_tqdm) as advance, self._prepacked():
             scores = score_documents(
                 self.wrapped,
                 [[p.request for p in document] for document in documents],
@@ -290,16 +298,17 @@ class KvaccLM(HFLM):
             groups.setdefault(repr(sorted(instance.args[1].items())), []).append(number)
         texts: list[str] = [""] * len(requests)
         records: list[RequestRecord | None] = [None] * len(requests)
-        with self._counted(len(requests), "generate_until", disable_tqdm) as advance:
+        with self._counted(len(requests), "generate_until", disable_tqdm) as advance, self._prepacked():
             for numbers in groups.values():
                 for which, made in self._in_batches([requests[n] for n in numbers]):
                     for k, (text, record) in zip(which, made, strict=True):
                         texts[numbers[k]], records[numbers[k]] = text, record
                     advance(len(which))
         if self.fidelity and self.strategy.name != "full":
-            records = compared_with_full(
-                self._generator(), self.references, self._score_again, requests, records
-            )
+            with self._prepacked():
+                records = compared_with_full(
+                    self._generator(), self.references, self._score_again, requests, records
+                )
         self.records += records
         for instance, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", instance.args, text)
@@ -310,19 +319,24 @@ class KvaccLM(HFLM):
     ) -> Iterator[tuple[list[int], list[tuple[str, RequestRecord]]]]:
         """Numbers of instances with equal generation arguments, and what was generated for them."""
         generator = self._generator()
+        room = generator.arguments(instances[0]).room
         return in_batches(
             self.wrapped,
             self.strategy,
             [generator.read(instance).alone for instance in instances],
-            generator.arguments(instances[0]).room,
-            self._rows_for,
+            room,
+            lambda tokens: self._rows_for(tokens, room),
             self.prefill_chunk,
             lambda numbers, beginning: self._generate_batch([instances[n] for n in numbers], beginning),
         )
 
-    def _rows_for(self, prompt_tokens: int) -> int:
+    def _rows_for(self, prompt_tokens: int, new_tokens: int) -> int:
         """Rows of a generation from prompts of that length."""
-        return self.rows_per_batch or max(1, min(16, self.max_prompt_tokens // max(1, prompt_tokens)))
+        if self.rows_per_batch:
+            return self.rows_per_batch
+        rows = max(1, min(16, self.max_prompt_tokens // max(1, prompt_tokens)))
+        on_processor = self.wrapped.device.type == "cpu"
+        return 1 if on_processor and alone_is_faster(prompt_tokens, new_tokens, rows) else rows
 
     def _generate_batch(
         self, instances: list[Instance], beginning: Beginning | None = None

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from kvacc.engine.scan import masked_softmax
+from kvacc.products import times_transposed
 from kvacc.select_strategy import dots
 
 if TYPE_CHECKING:
@@ -65,6 +66,19 @@ class AttentionCall:
         return self.with_tensors(
             self.query[:, :, first : first + count], self.key[:, :, :columns], self.value[:, :, :columns]
         )
+
+    def of_head(self, row: int, head: int, heads: int) -> AttentionCall:
+        """The same call for one row and one of ``heads`` groups of heads."""
+        one = slice(row, row + 1)
+
+        def share(x: torch.Tensor, dim: int) -> torch.Tensor:
+            size = x.shape[dim] // heads
+            return x.narrow(dim, head * size, size)
+
+        call = self.with_tensors(*(share(x[one], 1) for x in (self.query, self.key, self.value)))
+        if self.aux is not None:
+            call.aux = share(self.aux, 0)
+        return call
 
     def after(self, stored: StoredLayer) -> AttentionCall:
         """The same attention with stored entries, shared by all rows, before its own."""
@@ -136,14 +150,21 @@ def weighted_values(attention: torch.Tensor, value: torch.Tensor) -> torch.Tenso
     rows, heads, count, width = attention.shape
     kv_heads = value.shape[1]
     grouped = attention.to(value.dtype).reshape(rows, kv_heads, heads // kv_heads * count, width)
+    if rows * kv_heads == 1:
+        return times_transposed(grouped[0, 0], value[0, 0].T).view(1, heads, count, value.shape[-1])
     return (grouped @ value).view(rows, heads, count, value.shape[-1])
 
 
 def dense_attention(call: AttentionCall, mask: torch.Tensor | None) -> torch.Tensor:
-    """Attention under a mask [B, 1 or Q, n, W], bool or (without softcap and sink logits)
+    """Attention under a mask [B, 1, K or Q, n, W], bool or (without softcap and sink logits)
     a bias added to the logits; None is plain causal, n = W, or a single query that reads all."""
     query, key, value = call.query, call.key, call.value
-    if call.softcap is None and call.aux is None:
+    fused = call.softcap is None and call.aux is None
+    if mask is not None and 1 < mask.shape[1] < query.shape[1]:
+        if fused and query.shape[2] > 1 and query.device.type == "cpu":
+            return _by_kv_head(call, mask)
+        mask = mask.repeat_interleave(query.shape[1] // mask.shape[1], 1)
+    if fused:
         if query.shape[2] == 1 and query.dtype == torch.float32 and query.device.type == "cpu":
             return _one_query(call, mask)
         if query.shape[2] == 1 and mask is None:
@@ -162,6 +183,24 @@ def dense_attention(call: AttentionCall, mask: torch.Tensor | None) -> torch.Ten
     heads = call.aux.view(-1, 1).float() if call.aux is not None else None
     attention = masked_softmax(logits[:, :, None], mask[:, :, None], heads)[:, :, 0]
     return weighted_values(attention, value)
+
+
+def _by_kv_head(call: AttentionCall, mask: torch.Tensor) -> torch.Tensor:
+    """:func:`dense_attention` under a mask [B, K, n, W], one problem per KV head: the processor's fused
+    kernel would turn a mask repeated for every query head into numbers, and that takes longer than
+    the attention."""
+    rows, query_heads, count, size = call.query.shape
+    heads = call.key.shape[1]
+    group = query_heads // heads
+    key, value = (x.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for x in (call.key, call.value))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        call.query.reshape(rows * heads, group, count, size),
+        key,
+        value,
+        attn_mask=mask.flatten(0, 1)[:, None],
+        scale=call.scaling,
+    )
+    return out.reshape(rows, query_heads, count, value.shape[-1])
 
 
 def _one_query(call: AttentionCall, mask: torch.Tensor | None) -> torch.Tensor:

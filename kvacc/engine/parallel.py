@@ -27,7 +27,7 @@ from kvacc.engine.selecting import (
     selects_in,
 )
 from kvacc.engine.speculation import Speculation
-from kvacc.select_strategy import Asked, NewEntries, SelectStrategy
+from kvacc.select_strategy import Asked, NewEntries, SelectStrategy, count_true
 from kvacc.strategy import EvictStrategy, Strategy
 
 BLOCK_BYTES = 16 * 2**20
@@ -254,8 +254,10 @@ class ParallelSession:
             outputs.append(
                 attend_selected(part, chosen, self.rotation, asked.position, asked.entry_position[:, None])
             )
-            counts.append(chosen.visible.sum(-1, dtype=torch.int32))
-            brought = counts[-1].sum(1) - (chosen.visible & asked.itself()).sum((1, 3))
+            counts.append(count_true(chosen.visible))
+            # A query's own entry is on the device already.
+            own = chosen.visible[:, :, torch.arange(count), asked.own]
+            brought = counts[-1].sum(1) - own.sum(1)
             self.moved[:, here] += (brought * each * asked.acts).to(self.moved.device)
             self._judge(part, chosen.visible, readable, first)
             if self.weigh:
@@ -382,7 +384,10 @@ def replay(
         part = call.part(first, count, columns)
         if scan.strategy.needs_attention:
             which = record or watch is not None
-            out, seen_by, visible = _scored_block(scan, part, first, use_compiled, which, first < undecided)
+            if first < undecided:
+                out, seen_by, visible = dense_block(scan, part, first, which)
+            else:
+                out, seen_by, visible = _scored_block(scan, part, first, use_compiled, which)
         else:
             out, seen_by, visible = _unscored_block(scan, part, rotation, first, use_compiled)
         outputs.append(out)
@@ -394,17 +399,15 @@ def replay(
     return torch.cat(outputs, 2), torch.cat(counts, 2), torch.cat(masks, 2) if record else None
 
 
-def _scored_block(scan: Scan, call: AttentionCall, first: int, use_compiled: bool, record: bool, dense: bool):
-    """Decisions that follow from the attention itself; none yet in a ``dense`` block."""
+def _scored_block(scan: Scan, call: AttentionCall, first: int, use_compiled: bool, record: bool):
+    """Decisions that follow from the attention itself."""
     rows, query_heads, count, _ = call.query.shape
     columns = call.key.shape[2]
     heads = scan.current.alive.shape[1]
     aux = _grouped_aux(call, heads)
     logits = attention_logits(call, call.query, call.key)
     logits = logits.view(rows, heads, query_heads // heads, count, columns)
-    if dense:
-        attention, seen_by, visible = dense_block(scan, logits, first, aux, record)
-    elif use_compiled:
+    if use_compiled:
         attention = logits.contiguous()
         seen_by, visible = compiled.attention_sum(scan, attention, first, aux, record)
     else:
@@ -425,8 +428,10 @@ def _unscored_block(
     else:
         visible, seen_by = scan_block(scan, None, first, count, None)
     heads = visible.shape[1]
-    mask = visible if heads == 1 else visible.repeat_interleave(query_heads // heads, 1)
+    mask = visible
     if call.softcap is not None or call.aux is not None:
+        if heads > 1:
+            mask = mask.repeat_interleave(query_heads // heads, 1)
         logits = attention_logits(call, call.query, call.key)
         sinks = _moved_sinks(scan, call, rotation, seen_by, first)
         if sinks is not None:
@@ -444,6 +449,8 @@ def _unscored_block(
     near, is_sink, original, moved = sinks
     bias = torch.zeros(rows, query_heads, count, columns, device=mask.device)
     bias[..., near] = torch.where(is_sink, moved - original, 0.0)
+    if heads > 1:
+        mask = mask.repeat_interleave(query_heads // heads, 1)
     bias.masked_fill_(~mask, float("-inf"))
     return dense_attention(call, bias.to(call.query.dtype)), seen_by, visible
 

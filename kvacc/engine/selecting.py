@@ -11,7 +11,7 @@ from kvacc.engine.attention import AttentionCall, attention_logits, dense_attent
 from kvacc.engine.rotary import Rotation
 from kvacc.engine.scan import masked_softmax
 from kvacc.engine.speculation import Speculation
-from kvacc.select_strategy import Asked, LayerContext, Selection, Selector, SelectStrategy, highest
+from kvacc.select_strategy import Asked, LayerContext, Selection, Selector, SelectStrategy, count_true, highest
 from kvacc.strategy import Strategy
 
 
@@ -58,11 +58,12 @@ def attend_selected(
     rows, query_heads, count, _ = call.query.shape
     visible = selection.visible
     heads, width = visible.shape[1], visible.shape[-1]
+    empty = count_true(visible) == 0
     # Padding reads something, so that no row of the softmax is empty.
-    mask = visible | ~visible.any(-1, keepdim=True)
-    mask = mask if heads == 1 else mask.repeat_interleave(query_heads // heads, 1)
+    mask = visible | empty[..., None] if bool(empty.any()) else visible
     if selection.far is None and call.softcap is None and call.aux is None:
         return dense_attention(call, mask)
+    mask = mask if heads == 1 else mask.repeat_interleave(query_heads // heads, 1)
     logits = attention_logits(call, call.query, call.key)
     if selection.far is not None:
         far = selection.far.expand(rows, heads, count, width)
@@ -111,9 +112,9 @@ def quality(call: AttentionCall, visible: torch.Tensor, readable: torch.Tensor) 
     logits = logits.view(rows, heads, query_heads // heads, count, width)
     attention = masked_softmax(logits, readable[:, None, None], None)
     mass = (attention * visible[:, :, None]).sum(-1).mean((1, 2))
-    read = visible.sum(-1)
+    read = count_true(visible)
     best = highest(attention.sum(2), read, readable[:, None])
-    recall = (best & visible).sum(-1) / read.clamp(min=1)
+    recall = count_true(best & visible) / read.clamp(min=1)
     return Quality(mass.double(), recall.double().mean(1))
 
 
@@ -141,6 +142,8 @@ def ask(selector: Selector, asked: Asked) -> Selection:
     chosen = selector.select(asked)
     acts = asked.acts[:, None, :, None]
     readable = asked.readable[:, None]
-    visible = torch.where(acts, chosen.visible & readable, readable)
+    visible = chosen.visible & readable
+    if not bool(asked.acts.all()):
+        visible = torch.where(acts, visible, readable)
     far = None if chosen.far is None else chosen.far & visible & acts
     return Selection(visible, far, chosen.distance)

@@ -26,6 +26,10 @@ PASS_WORTH = 64
 """A decoding pass costs about as much as reading this many more tokens of a prompt: it has to
 fetch all weights for one token of each row."""
 
+PADDED_WIDTH = 5000
+"""A row of n tokens that is padded costs as much as reading n * n / 5,000 more: attention must then
+mind a mask, and cannot skip what lies behind each query. Measured on two cores."""
+
 
 @dataclass(frozen=True)
 class PromptBatch:
@@ -53,6 +57,13 @@ def can_share(wrapped: WrappedModel, strategy: Strategy) -> bool:
     """A cache at the end of a beginning can be copied, and the copies continued."""
     # A pool in host memory is written in place: copying it would cost what sharing saves.
     return wrapped.shares_trees and strategy.shares_trees and not strategy.offloads
+
+
+def alone_is_faster(prompt_tokens: int, new_tokens: int, rows: int) -> bool:
+    """Would a prompt be generated from faster by itself than with others of about its length, which
+    pad it, although they share its decoding passes? On processors."""
+    passes = PASS_WORTH * new_tokens * (1 - 1 / rows)
+    return passes < prompt_tokens**2 / PADDED_WIDTH
 
 
 def plan_batches(
