@@ -83,19 +83,24 @@ def paired(
     }
 
 
-def matrix_multiply_speed(model, rows: int = 1024, repeats: int = 5) -> float:
+def matrix_multiply_speed(model, rows: int = 1024, repeats: int = 5, prepacked: bool = False) -> float:
     """Floating-point operations per second of the layers' own matrix multiplications, one after
-    the other for ``rows`` tokens and nothing between them: what no forward pass can beat here."""
+    the other for ``rows`` tokens and nothing between them: what no forward pass can beat here.
+    As PyTorch multiplies, or by weights ``prepacked`` as they are while kvacc computes answers."""
     import torch
 
-    matrices = _layer_matrices(model)
-    inputs = {size: torch.randn(rows, size) for size in {matrix.shape[1] for matrix in matrices}}
+    from kvacc.engine.prepacked import PrepackedWeights
+
+    weights = {id(matrix) for matrix in _layer_matrices(model)}
+    layers = [module for module in model.modules() if id(getattr(module, "weight", None)) in weights]
+    inputs = {size: torch.randn(rows, size) for size in {layer.weight.shape[1] for layer in layers}}
     seconds = []
-    with torch.inference_mode():
+    packed = PrepackedWeights(model).used() if prepacked else contextlib.nullcontext()
+    with torch.inference_mode(), packed:
         for _ in range(repeats + 1):
             start = time.perf_counter()
-            for matrix in matrices:
-                torch.nn.functional.linear(inputs[matrix.shape[1]], matrix)
+            for layer in layers:
+                layer(inputs[layer.weight.shape[1]])
             seconds.append(time.perf_counter() - start)
     return rows * layer_operations_per_token(model) / statistics.median(seconds[1:])
 
@@ -134,9 +139,10 @@ def evaluation(
     sampler: str | None = None,
     first: int = 0,
     **options: Any,
-) -> Callable[[], tuple[dict[tuple[int, int], float], float]]:
+) -> Callable[[], tuple[dict[tuple[int, int], float], float]] | None:
     """What evaluates ``limit`` documents of one task, from ``first`` on: (answers, accuracy). The
-    task is loaded here, once for each call of the result, so that loading it is not timed."""
+    task is loaded here, once for each call of the result, so that loading it is not timed. None
+    where the task has no more documents."""
     from lm_eval.evaluator import evaluate as run
 
     from kvacc.task_catalog import load_tasks
@@ -152,6 +158,8 @@ def evaluation(
     task = tasks[name]
     split = task.config.test_split if task.has_test_docs() else task.config.validation_split
     documents = task.dataset[split]
+    if first >= len(documents):
+        return None
     last = len(documents) if limit is None else min(len(documents), first + limit)
     task.dataset[split] = documents.select(range(first, last))
 

@@ -2,7 +2,7 @@
 
     python benchmarks/run_all.py --data-dir DATA --kvpress-python VENV/bin/python
 
-Takes about 40 minutes on two cores; nothing else should run meanwhile. Every measurement is kept
+Takes about 50 minutes on two cores; nothing else should run meanwhile. Every measurement is kept
 in ``benchmarks/measurements.jsonl``; ``--render`` makes the page from that file again. Without
 ``--kvpress-python`` (see against_kvpress.py) its rows are missing, and said to be.
 """
@@ -21,9 +21,9 @@ FILE = HERE / "measurements.jsonl"
 PAGE = HERE / "README.md"
 WHOLE = "hf / kvacc full, whole set"
 SCRIPTS: tuple[tuple[str, ...], ...] = (
-    ("against_hf.py", "--shots", "0", "--limit", "40", "--blocks", "3"),
-    ("against_hf.py", "--shots", "5", "--limit", "8", "--blocks", "3"),
-    ("against_hf.py", "--shots", "5", "--sampler", "first_n", "--limit", "20", "--blocks", "1"),
+    ("against_hf.py", "--shots", "0", "--limit", "66", "--blocks", "3"),
+    ("against_hf.py", "--shots", "5", "--limit", "16", "--blocks", "2"),
+    ("against_hf.py", "--shots", "5", "--sampler", "first_n", "--limit", "60", "--blocks", "1"),
     ("strategies.py", "--strategies", "h2o,infinigen", "--limit", "12", "--repeats", "2"),
     ("step_path.py", "--repeats", "3"),
     ("long_prompts.py", "--repeats", "2", "--only", "prefill"),

@@ -2,12 +2,15 @@
 
     python benchmarks/step_path.py
 
-Both score the same continuations under ``h2o`` (``stream``) and must agree.
+Both score the same continuations under ``h2o`` (``stream``) and must agree. The parallel path runs as
+it does in an evaluation, by prepacked weights; the step path as it is measured in probes, as PyTorch
+multiplies. Then once more with neither, and with both, prepacked.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import sys
 
@@ -41,19 +44,27 @@ def main() -> None:
             first = draw.randrange(len(text) - arguments.tokens)
             tokens = text[first : first + arguments.tokens]
             requests.append(Request(tuple(tokens[:-1]), tuple(tokens[-4:]), 0, len(tokens) - 4))
-        times = paired(
-            lambda requests=requests: score_by_steps(lm.wrapped, requests, strategy)[0],
-            lambda requests=requests: [
-                document[0] for document in score_documents(lm.wrapped, [[r] for r in requests], strategy)
-            ],
-            arguments.repeats,
-            agree,
-        )
-        emit(
-            measurement=f"step path / parallel path, h2o 0.2 stream, batch {rows}",
-            tokens=arguments.tokens,
-            **times,
-        )
+        for words, packed, repeats in (
+            ("", (False, True), arguments.repeats),
+            (", neither prepacked", (False, False), 1),
+            (", both prepacked", (True, True), 1),
+        ):
+
+            def steps(requests=requests, packed=packed):
+                with lm.wrapped.prepacked.used() if packed[0] else contextlib.nullcontext():
+                    return score_by_steps(lm.wrapped, requests, strategy)[0]
+
+            def parallel(requests=requests, packed=packed):
+                with lm.wrapped.prepacked.used() if packed[1] else contextlib.nullcontext():
+                    scored = score_documents(lm.wrapped, [[r] for r in requests], strategy)
+                return [document[0] for document in scored]
+
+            parallel()
+            emit(
+                measurement=f"step path / parallel path, h2o 0.2 stream, batch {rows}{words}",
+                tokens=arguments.tokens,
+                **paired(steps, parallel, repeats, agree),
+            )
 
 
 def agree(steps, parallel) -> None:

@@ -60,7 +60,7 @@ def best_of_group(logits: torch.Tensor, heads: int, candidates: torch.Tensor) ->
 
 def count_true(mask: torch.Tensor) -> torch.Tensor:
     """As :func:`kvacc.select_strategy.count_true`."""
-    flat = mask.reshape(-1, mask.shape[-1])
+    flat = mask.reshape(mask.shape[:-1].numel(), mask.shape[-1])
     out = np.empty(len(flat), dtype=np.int32)
     _kernels().count_true_kernel(flat.view(torch.uint8).numpy(), out)
     return torch.from_numpy(out).view(mask.shape[:-1])

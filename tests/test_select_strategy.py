@@ -16,6 +16,7 @@ from kvacc.select_strategy import (
     Selector,
     SelectStrategy,
     best_of_group,
+    count_true,
     dots,
     highest,
 )
@@ -213,3 +214,42 @@ def test_a_strategy_without_a_selector_says_so():
         Unfinished().selector(LayerContext(0, 1, torch.tensor([4])))
     with pytest.raises(NotImplementedError):
         Selector(LayerContext(0, 1, torch.tensor([4]))).select(asked_of(1, 1))
+
+
+# --- choosing by intervals, and counting --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        lambda x: x,
+        lambda x: x.exp() ** 9,  # nearly all in one interval
+        lambda x: x * 1e38,  # their distance overflows
+        lambda x: x * 1e-44,  # numbers without full precision
+        lambda x: 7 + 0 * x,
+        lambda x: x.where(x > -0.5, -INFINITY),
+        lambda x: x.where(x < 1, INFINITY),
+    ],
+)
+def test_scores_of_any_distribution(kernel, shape):
+    draw = torch.Generator().manual_seed(1)
+    scores = shape(torch.randn(1, 2, 20, 700, generator=draw))
+    count = torch.randint(0, 710, (1, 2, 20), generator=draw)
+    allowed = torch.rand(1, 1, 20, 700, generator=draw) < 0.6
+    found = highest(scores, count, allowed)
+    for h in range(2):
+        for i in range(20):
+            expected = by_sorting(scores[0, h, i].tolist(), int(count[0, h, i]), allowed[0, 0, i].tolist())
+            assert found[0, h, i].nonzero()[:, 0].tolist() == sorted(expected)
+
+
+def test_counting(monkeypatch):
+    draw = torch.Generator().manual_seed(2)
+    mask = torch.rand(2, 3, 5, 33, generator=draw) < 0.5
+    parts = [mask, mask[:, :, ::2], mask.transpose(1, 2), mask[..., :0]]
+    expected = [part.sum(-1).tolist() for part in parts]
+    assert [count_true(part).tolist() for part in parts] == expected
+    assert count_true(mask).dtype == torch.int32 and count_true(mask).shape == (2, 3, 5)
+    monkeypatch.setattr(compiled_choice, "numba_is_here", lambda: False)
+    assert [count_true(part).tolist() for part in parts] == expected
+    assert count_true(mask).dtype == torch.int32

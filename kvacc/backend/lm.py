@@ -15,10 +15,10 @@ from lm_eval.models.huggingface import HFLM
 from kvacc.backend.arguments import (
     HF_OPTIONS,
     positive,
-    true_or_false,
     require_tail_tokens,
     rows_of,
     strategy_from,
+    true_or_false,
 )
 from kvacc.backend.batches import in_batches
 from kvacc.backend.comparison import compared_with_full, keep_answers

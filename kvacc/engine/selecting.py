@@ -11,7 +11,15 @@ from kvacc.engine.attention import AttentionCall, attention_logits, dense_attent
 from kvacc.engine.rotary import Rotation
 from kvacc.engine.scan import masked_softmax
 from kvacc.engine.speculation import Speculation
-from kvacc.select_strategy import Asked, LayerContext, Selection, Selector, SelectStrategy, count_true, highest
+from kvacc.select_strategy import (
+    Asked,
+    LayerContext,
+    Selection,
+    Selector,
+    SelectStrategy,
+    count_true,
+    highest,
+)
 from kvacc.strategy import Strategy
 
 

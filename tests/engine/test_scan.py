@@ -211,3 +211,24 @@ def test_a_subclass_with_a_rule_of_its_own_is_not_compiled():
 
     assert compiled._speaks_for(H2O) and compiled._speaks_for(Same)
     assert not compiled._speaks_for(Other)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma2", "deepseek_v3", "opt"])
+@pytest.mark.parametrize("aggregate", ["mean", "max"])
+def test_a_dense_beginning_is_the_same_head_by_head(family, aggregate, monkeypatch):
+    """On processors a block is computed one row and head at a time, elsewhere as a whole."""
+    from kvacc.engine import dense_scan
+
+    strategy = make_strategy("h2o", 6, aggregate=aggregate)
+    model = sharp(family)
+    rows = []
+    for number, length in enumerate((30, 18)):
+        tokens = tuple(3 + (5 * i + number) % 90 for i in range(length))
+        rows += build_rows([(number, Request(tokens, tokens[-2:], length - 4, length - 4))])
+    plan = make_plan(rows, strategy)
+    logits, session = model.parallel(plan, strategy, record=True)
+    monkeypatch.setattr(dense_scan, "one_by_one", lambda x: False)
+    whole, other = model.parallel(plan, strategy, record=True)
+    assert torch.allclose(logits, whole, atol=1e-4)
+    for layer, visible in session.decisions.items():
+        assert torch.equal(visible, other.decisions[layer])

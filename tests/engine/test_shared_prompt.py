@@ -97,3 +97,12 @@ def test_what_cannot_be_copied_is_not_shared():
     wrapped = wrapped_family("llama")
     assert can_share(wrapped, make_strategy("h2o", 0.5))
     assert not can_share(wrapped, make_strategy("quest", 0.5))
+
+
+def test_long_prompts_are_better_alone_where_little_is_generated():
+    from kvacc.engine.shared_prompt import alone_is_faster
+
+    assert alone_is_faster(2000, 8, 4)  # 384 tokens' worth of passes against 800 of padding
+    assert not alone_is_faster(2000, 256, 4)
+    assert not alone_is_faster(500, 8, 16)
+    assert alone_is_faster(10, 8, 1)  # there are no others

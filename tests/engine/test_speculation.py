@@ -27,8 +27,8 @@ def guesses(monkeypatch):
     made = []
     original = Speculation.queries
 
-    def queries(self, call):
-        made.append((call.layer, original(self, call), self))
+    def queries(self, call, packing=None):
+        made.append((call.layer, original(self, call, packing), self))
         return made[-1][1]
 
     monkeypatch.setattr(Speculation, "queries", queries)
