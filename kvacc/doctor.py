@@ -60,6 +60,8 @@ def examine(data_dir: str | None = None) -> list[Finding]:
         _devices,
         _memory,
         _numba,
+        _triton,
+        _prepacked_weights,
         _flash_attention,
         _embedded_model,
         _cache_folder,
@@ -156,6 +158,28 @@ def _numba() -> Iterator[Finding]:
     import numba
 
     yield Finding("compiled scan (numba)", "ok", numba.__version__)
+
+
+def _triton() -> Iterator[Finding]:
+    import torch
+
+    if not torch.cuda.device_count():
+        return  # it serves GPUs only
+    if importlib.util.find_spec("triton") is None:
+        finding = "not installed; on a GPU strategies that evict are scored by PyTorch operations, slowly"
+        yield Finding("compiled scan (Triton)", "absent", finding, "pip install triton")
+        return
+    yield Finding("compiled scan (Triton)", "ok", importlib.metadata.version("triton"))
+
+
+def _prepacked_weights() -> Iterator[Finding]:
+    import torch
+
+    if torch.backends.mkldnn.is_available():
+        yield Finding("prepacked weights (oneDNN)", "ok", "used on the CPU in float32")
+    else:
+        finding = "this PyTorch was built without oneDNN; the CPU multiplies as PyTorch does by itself"
+        yield Finding("prepacked weights (oneDNN)", "absent", finding)
 
 
 def _flash_attention() -> Iterator[Finding]:

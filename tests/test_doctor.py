@@ -53,6 +53,21 @@ def test_missing_package_is_a_problem(monkeypatch):
     assert finding("no-such-package-xyz").mend == "pip install no-such-package-xyz"
 
 
+def test_triton_is_spoken_of_where_there_is_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert list(doctor._triton()) == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    hide(monkeypatch, "triton")
+    (found,) = doctor._triton()
+    assert found.state == "absent" and found.mend == "pip install triton"
+
+
+def test_prepacked_weights_need_onednn(monkeypatch):
+    for available, state in ((True, "ok"), (False, "absent")):
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda available=available: available)
+        assert finding("prepacked weights (oneDNN)").state == state
+
+
 def test_numba_is_optional(monkeypatch):
     hide(monkeypatch, "numba")
     assert finding("compiled scan (numba)").state == "absent"

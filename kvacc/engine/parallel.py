@@ -256,7 +256,7 @@ class ParallelSession:
             )
             counts.append(count_true(chosen.visible))
             # A query's own entry is on the device already.
-            own = chosen.visible[:, :, torch.arange(count), asked.own]
+            own = chosen.visible[:, :, torch.arange(count, device=asked.own.device), asked.own]
             brought = counts[-1].sum(1) - own.sum(1)
             self.moved[:, here] += (brought * each * asked.acts).to(self.moved.device)
             self._judge(part, chosen.visible, readable, first)

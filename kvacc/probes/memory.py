@@ -221,7 +221,8 @@ class _LiveStorages(TorchDispatchMode):
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note the storages of these tensors, new ones and those whose size has changed."""
         for tensor in tensors:
-            if tensor.device.type != self.device_type:
+            # A weight in a layout of oneDNN's own has no storage that could be followed; no probe makes one.
+            if tensor.device.type != self.device_type or tensor.is_mkldnn:
                 continue
             storage = tensor.untyped_storage()
             key, size = storage._cdata, storage.nbytes()

@@ -213,3 +213,16 @@ def test_on_a_gpu():
     torch.empty(math.ceil(total / 8), dtype=torch.uint8, device=device)  # the limit is gone
     with pytest.raises(KvaccError, match="more than the GPU's"), MemoryMeter(device, limit_bytes=2 * total):
         pass
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")
+def test_weights_rearranged_before_are_no_obstacle(meter):
+    """A model that answered before it is probed has a copy of its weights that no storage stands for."""
+    from kvacc.engine.prepacked import PrepackedWeights
+
+    layer = torch.nn.Linear(300, 300, bias=False)
+    states = torch.zeros(10, 300)
+    with torch.inference_mode(), PrepackedWeights(torch.nn.Sequential(layer)).used():
+        before = meter.current_bytes
+        out = layer(states)
+        assert meter.current_bytes - before == states.nbytes + out.nbytes
