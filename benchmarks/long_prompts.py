@@ -73,9 +73,7 @@ def in_a_process(model: str, case: tuple) -> dict[str, float]:
     )
 
 
-def child(
-    model: str, name: str, budget, protocol: str, tokens: int, layers: int | None
-) -> dict[str, float]:
+def child(model: str, name: str, budget, protocol: str, tokens: int, layers: int | None) -> dict[str, float]:
     """Score four tokens after a prompt of ``tokens``, by prepacked weights as in an evaluation."""
     import resource
     import time
