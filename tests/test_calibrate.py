@@ -81,6 +81,7 @@ def test_grids():
         fraction_grid(0.9)
 
 
+@pytest.mark.slow
 def test_the_smallest_budget_of_each_task_and_of_the_suite(tmp_path):
     """48 items without a flip: at most 5.3 points at 95 %, so a margin of 8 can be shown."""
     found = search(tmp_path)
@@ -101,6 +102,7 @@ def test_the_search_halves_and_reuses(tmp_path):
     assert search(tmp_path, margin=0.2).runs <= 4
 
 
+@pytest.mark.slow
 def test_a_margin_too_small_for_the_items(tmp_path):
     """Nothing is lost at 0.6 and above, but 48 items cannot show it to a point: 268 could."""
     found = search(tmp_path, margin=0.01)
@@ -108,6 +110,7 @@ def test_a_margin_too_small_for_the_items(tmp_path):
     assert found.answers[0].needed == 268 and found.answers[0].items == 48
 
 
+@pytest.mark.slow
 def test_a_score_that_does_not_rise_is_said(tmp_path):
     class Odd(KnownLM):
         losses = {"kvacc_mini_copa": lambda kept: 0.5 if 0.45 < kept < 0.6 or kept < 0.1 else 0.0}

@@ -306,6 +306,7 @@ def test_too_many_flips_are_cut_evenly_and_counted():
 # ---- bytes and files ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_fresh_processes_build_the_same_bytes(tmp_path):
     for cell in board():
         write_cell(tmp_path / "runs", cell)

@@ -188,6 +188,7 @@ def start(config: Path, folder: Path, seconds: float) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.slow
 def test_a_sweep_killed_in_a_cell_resumes_to_an_equal_result(tmp_path):
     config = tmp_path / "c.yaml"
     config.write_text(YAML)
