@@ -60,7 +60,8 @@ class KvaccLM(HFLM):
         protocol: ``stream``, ``context`` or ``serve``; when compression acts.
         tail_tokens: in ``context``, prompt tokens left uncompressed where the task does
             not say where its context segment ends (at most half of the prompt).
-        max_batch_tokens: padded tokens per forward pass; as the free memory allows when not given.
+        max_batch_tokens: tokens per forward pass (padded ones in models that are given rows); as the
+            free memory allows when not given.
         fidelity: compare every scored token's distribution with ``full``'s, too: divergence,
             agreement, attention mass kept (:mod:`kvacc.engine.fidelity`). ``full`` runs once for a
             request, whatever is compared with it afterwards.

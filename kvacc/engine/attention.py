@@ -68,7 +68,8 @@ class AttentionCall:
         )
 
     def of_head(self, row: int, head: int, heads: int) -> AttentionCall:
-        """The same call for one row and one of ``heads`` groups of heads."""
+        """The same call for one row and one of ``heads`` groups of heads: query [1, Q/heads, n, D],
+        key and value [1, K/heads, W, ..]."""
         one = slice(row, row + 1)
 
         def share(x: torch.Tensor, dim: int) -> torch.Tensor:

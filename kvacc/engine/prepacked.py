@@ -4,8 +4,8 @@ PyTorch's own linear layer rearranges a weight in every call. oneDNN keeps it re
 ``torch.compile`` has it do when it freezes a model; for float32 that is the faster kernel, too.
 Only the order of the sums within a product changes, so answers differ in their last bits.
 
-What is measured of a model is measured without it: latency and memory are those of the
-model as PyTorch runs it.
+Generation uses it, too. What is measured of a model is measured without it: latency and memory
+in probes are those of the model as PyTorch runs it.
 """
 
 from __future__ import annotations
@@ -53,11 +53,13 @@ class PrepackedWeights:
     def used(self) -> Iterator[None]:
         """Inside the block the model's linear layers multiply by the copy. May be nested."""
         modules = self._modules() if not self._depth else []
+        # All copies before the first layer is changed: there may be no memory for one of them.
         for module in modules:
             packed = self._packed.get(module)
             if packed is None or not packed.is_of(module):
-                packed = self._packed[module] = _rearranged(module)
-            module.forward = functools.partial(_multiply, packed.layout, module.bias)
+                self._packed[module] = _rearranged(module)
+        for module in modules:
+            module.forward = functools.partial(_multiply, self._packed[module].layout, module.bias)
         self._depth += 1
         try:
             yield

@@ -33,8 +33,8 @@ PASS_TOKENS = {"cpu": 48, "cuda": 2048}
 """A forward pass costs as much as reading so many tokens more: all weights are fetched, and every
 operation is started, whatever it reads."""
 EVEN_TOKENS = 1024
-"""In rows of this width attention costs about as much as all else. Padding that only attention sees
-costs a share of a token in narrower ones."""
+"""Padding that only attention sees counts as a whole token in rows of this width, and as a share of one
+in narrower ones, where attention is the smaller part of the work. An estimate, not a measurement."""
 MOST_PADDED = 2
 """Places of a packed batch, over the tokens that it may hold."""
 PREFIX_SHARE = 8
@@ -83,7 +83,7 @@ def score_documents(
 
     Args:
         documents: requests that may share tokens, such as the options of a question.
-        batch_tokens: padded tokens per forward pass, by free memory when not given; halved when
+        batch_tokens: tokens per forward pass (padded ones in models that are given rows), by free memory when not given; halved when
             memory runs out.
         progress: called with the number of requests finished since the last call.
         meter: sums what is found at each position; with references it also has every strategy

@@ -154,3 +154,19 @@ def test_what_is_measured_is_measured_without_it(used):
     decoder = make_decoder(wrapped, make_strategy("h2o", 0.5), 4, 1)
     decoder.prefill(torch.tensor([[3, 4, 5, 6]]), None)
     assert used == []
+
+
+def test_without_memory_for_one_copy_no_layer_is_changed(monkeypatch):
+    model = layers()
+    original, made = prepacked._rearranged, []
+
+    def rearranged(module):
+        if made:
+            raise MemoryError
+        made.append(module)
+        return original(module)
+
+    monkeypatch.setattr(prepacked, "_rearranged", rearranged)
+    with pytest.raises(MemoryError), PrepackedWeights(model).used():
+        raise AssertionError("must not be reached")
+    assert overridden(model) == []
