@@ -156,6 +156,13 @@ def weighted_values(attention: torch.Tensor, value: torch.Tensor) -> torch.Tenso
     return (grouped @ value).view(rows, heads, count, value.shape[-1])
 
 
+def for_query_heads(mask: torch.Tensor, query_heads: int) -> torch.Tensor:
+    """A mask [B, H, n, W] of deciding heads, repeated for the query heads [B, Q, n, W] that each serves;
+    that of a single head stays as it is, since it broadcasts."""
+    heads = mask.shape[1]
+    return mask if heads == 1 else mask.repeat_interleave(query_heads // heads, 1)
+
+
 def dense_attention(call: AttentionCall, mask: torch.Tensor | None) -> torch.Tensor:
     """Attention under a mask [B, 1, K or Q, n, W], bool or (without softcap and sink logits)
     a bias added to the logits; None is plain causal, n = W, or a single query that reads all."""
@@ -164,7 +171,7 @@ def dense_attention(call: AttentionCall, mask: torch.Tensor | None) -> torch.Ten
     if mask is not None and 1 < mask.shape[1] < query.shape[1]:
         if fused and query.shape[2] > 1 and query.device.type == "cpu":
             return _by_kv_head(call, mask)
-        mask = mask.repeat_interleave(query.shape[1] // mask.shape[1], 1)
+        mask = for_query_heads(mask, query.shape[1])
     if fused:
         if query.shape[2] == 1 and query.dtype == torch.float32 and query.device.type == "cpu":
             return _one_query(call, mask)

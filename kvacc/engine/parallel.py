@@ -9,7 +9,13 @@ from collections.abc import Callable
 import torch
 
 from kvacc.engine import compiled
-from kvacc.engine.attention import AttentionCall, attention_logits, dense_attention, weighted_values
+from kvacc.engine.attention import (
+    AttentionCall,
+    attention_logits,
+    dense_attention,
+    for_query_heads,
+    weighted_values,
+)
 from kvacc.engine.dense_scan import dense_beginning, dense_block
 from kvacc.engine.layers import LayerKind
 from kvacc.engine.packing import TokenPacking
@@ -427,11 +433,9 @@ def _unscored_block(
         visible, seen_by = compiled.static(scan, first, count, columns)
     else:
         visible, seen_by = scan_block(scan, None, first, count, None)
-    heads = visible.shape[1]
     mask = visible
     if call.softcap is not None or call.aux is not None:
-        if heads > 1:
-            mask = mask.repeat_interleave(query_heads // heads, 1)
+        mask = for_query_heads(mask, query_heads)
         logits = attention_logits(call, call.query, call.key)
         sinks = _moved_sinks(scan, call, rotation, seen_by, first)
         if sinks is not None:
@@ -449,9 +453,7 @@ def _unscored_block(
     near, is_sink, original, moved = sinks
     bias = torch.zeros(rows, query_heads, count, columns, device=mask.device)
     bias[..., near] = torch.where(is_sink, moved - original, 0.0)
-    if heads > 1:
-        mask = mask.repeat_interleave(query_heads // heads, 1)
-    bias.masked_fill_(~mask, float("-inf"))
+    bias.masked_fill_(~for_query_heads(mask, query_heads), float("-inf"))
     return dense_attention(call, bias.to(call.query.dtype)), seen_by, visible
 
 

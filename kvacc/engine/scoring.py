@@ -83,8 +83,8 @@ def score_documents(
 
     Args:
         documents: requests that may share tokens, such as the options of a question.
-        batch_tokens: tokens per forward pass (padded ones in models that are given rows), by free memory when not given; halved when
-            memory runs out.
+        batch_tokens: tokens per forward pass (padded ones in models that are given rows), by free
+            memory when not given; halved when memory runs out.
         progress: called with the number of requests finished since the last call.
         meter: sums what is found at each position; with references it also has every strategy
             compared with ``full``, whose own answers are kept there when it is the strategy.

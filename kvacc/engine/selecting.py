@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from kvacc.engine.attention import AttentionCall, attention_logits, dense_attention, weighted_values
+from kvacc.engine.attention import (
+    AttentionCall,
+    attention_logits,
+    dense_attention,
+    for_query_heads,
+    weighted_values,
+)
 from kvacc.engine.rotary import Rotation
 from kvacc.engine.scan import masked_softmax
 from kvacc.engine.speculation import Speculation
@@ -71,11 +77,11 @@ def attend_selected(
     mask = visible | empty[..., None] if bool(empty.any()) else visible
     if selection.far is None and call.softcap is None and call.aux is None:
         return dense_attention(call, mask)
-    mask = mask if heads == 1 else mask.repeat_interleave(query_heads // heads, 1)
+    mask = for_query_heads(mask, query_heads)
     logits = attention_logits(call, call.query, call.key)
     if selection.far is not None:
         far = selection.far.expand(rows, heads, count, width)
-        far = far if heads == 1 else far.repeat_interleave(query_heads // heads, 1)
+        far = for_query_heads(far, query_heads)
         query = rotation.rotate(call.layer, call.query, (selection.distance - position)[:, None])
         key = rotation.rotate(call.layer, call.key, -entries)
         logits = torch.where(far, attention_logits(call, query, key), logits)
